@@ -24,7 +24,7 @@ class BuildNative(build_ext):
         try:
             super().build_extensions()
         except CompileError as error:
-            raise CompileError(f"{error}\nThe C core did not compile; the compiler's message is above. {NEEDS}") from error
+            raise CompileError(f"{error}\nThe C core did not compile; the compiler says why above. {NEEDS}") from error
 
 
 setup(cffi_modules=["csrc/build_native.py:ffibuilder"], cmdclass={"build_ext": BuildNative})
