@@ -75,7 +75,7 @@ else
 	grep -v -e '^torch==' -e '^triton==' constraints.txt > $(VENV)/constraints.txt
 endif
 	$(PIP) install -q -c $(VENV)/constraints.txt $(foreach word,$(TORCH),'$(word)')
-	$(BIN)/python -c "import torch; print('torch==' + torch.__version__)" >> $(VENV)/constraints.txt
+	$(BIN)/python -c "from importlib.metadata import version; print('torch==' + version('torch'))" >> $(VENV)/constraints.txt
 	$(PIP) install -q 'setuptools>=77' 'cffi>=1.17' wheel
 	touch $@
 
