@@ -801,8 +801,8 @@ class ModelSpec:
         """Choose page sizes and strides.
 
         Args:
-            page_size: tokens per page; a list of candidates, or None for 16 to 256, takes the sizes with the least
-                weighted padding; a mapping says it per page kind.
+            page_size: tokens per page; a list of candidates, or None for 16 to 256 (window pages: up to an eighth of the
+                window), takes the sizes with the least weighted padding; a mapping says it per page kind.
             order, format: of the page kinds (see `layout`).
             state_order: "grouped" or "layered".
             ends, zero: per kind, instead of the defaults of `Kind`.
@@ -824,7 +824,7 @@ class ModelSpec:
                     raise InvalidArgumentError(f"page_size of {name!r} is {size}; it must be at least 1")
                 fixed[name] = size
             else:
-                choices[name] = DEFAULT_PAGE_SIZES if size is None else tuple(size)
+                choices[name] = self._default_page_sizes(name) if size is None else tuple(size)
         kinds = [
             replace(
                 kind,
@@ -837,6 +837,12 @@ class ModelSpec:
             for kind in self.kinds
         ]
         return Layout.build(kinds, null_cell=null_cell, page_sizes=choices, weights=weights)
+
+    def _default_page_sizes(self, name: str) -> tuple[int, ...]:
+        """Sizes to choose from. A window page above an eighth of the window would waste more than padding saves."""
+        if name != "swa":
+            return DEFAULT_PAGE_SIZES
+        return tuple(size for size in DEFAULT_PAGE_SIZES if 8 * size <= self.window) or DEFAULT_PAGE_SIZES[:1]
 
     def __repr__(self) -> str:
         parts = [
