@@ -801,8 +801,8 @@ class ModelSpec:
         """Choose page sizes and strides.
 
         Args:
-            page_size: tokens per page; a list of candidates, or None for 16 to 256 (window pages: up to an eighth of the
-                window), takes the sizes with the least weighted padding; a mapping says it per page kind.
+            page_size: tokens per page; a list of candidates, or None for 16 to 256 (window pages: at most an eighth of
+                the window), takes the sizes with the least weighted padding; a mapping says it per page kind.
             order, format: of the page kinds (see `layout`).
             state_order: "grouped" or "layered".
             ends, zero: per kind, instead of the defaults of `Kind`.
