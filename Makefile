@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := $(VENV)/native.stamp
 C_SOURCES := $(wildcard csrc/*.c)
-C_WARNINGS := -std=c11 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Wstrict-prototypes \
+C_WARNINGS := -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wsign-conversion -Wstrict-prototypes \
 	-Wmissing-prototypes -Wvla -Wundef -Werror
 SANITIZE ?= address,undefined
 ASAN_TREE := build/asan

@@ -4,15 +4,14 @@ A benchmark is a `main` that takes the options, adds rows to a `Report` and retu
 
     def main() -> int:
         report = Report("queues", options(__doc__))
-        timing = measure(lambda: queue.put(1), calls=1_000, repeats=report.repeats(30, quick=10))
-        report.time("put", timing, target=200.0)
+        timing = measure("put(1); get()", {"put": queue.put, "get": queue.get}, repeats=report.repeats(30, quick=10))
+        report.time("put and get", timing, target=200.0)
         return report.finish()
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import json
 import os
@@ -20,6 +19,7 @@ import platform
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,31 +93,34 @@ def summary(samples_ns: Sequence[float]) -> Timing:
     return Timing(median, low, high)
 
 
-def measure(function: Callable[[], object], *, calls: int = 1, repeats: int = 20, warmup: int = 2) -> Timing:
-    """Time a call.
+def measure(
+    statement: str | Callable[[], object],
+    names: dict[str, Any] | None = None,
+    *,
+    items: float = 1.0,
+    sample_ns: int = 200_000,
+    repeats: int = 30,
+    warmup: int = 2,
+) -> Timing:
+    """Time a statement, or a function without arguments, as often as makes a sample long enough for the clock.
 
     Args:
-        function: called without arguments.
-        calls: calls between two readings of the clock; give a cheap function many.
+        statement: Python text is run inside the timing loop itself, so that cheap calls are not measured with a lambda
+            around them.
+        names: the names in that text.
+        items: things that one run handles; the result is per item.
+        sample_ns: least length of one sample.
         repeats: samples.
         warmup: samples thrown away first.
 
     Returns:
-        The time of one call. The garbage collector is off while the clock runs.
+        CPU time of this thread per item, with the garbage collector off: other programs on the machine do not count.
     """
-    samples = []
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        counter = range(calls)
-        for _ in range(warmup + repeats):
-            begin = time.perf_counter_ns()
-            for _ in counter:
-                function()
-            samples.append((time.perf_counter_ns() - begin) / calls)
-    finally:
-        if collecting:
-            gc.enable()
+    timer = timeit.Timer(statement, timer=time.thread_time_ns, globals=names)
+    number = 1
+    while timer.timeit(number) < sample_ns and number < 1 << 24:
+        number *= 2
+    samples = [float(sample) / number / items for sample in timer.repeat(warmup + repeats, number)]
     return summary(samples[warmup:])
 
 
@@ -194,10 +197,10 @@ class Report:
         self.rows.append(row)
         return row
 
-    def time(self, name: str, timing: Timing, *, target: float | None = None, per: float = 1.0, note: str = "") -> Row:
-        """Add a row in nanoseconds, of a timing divided by `per` (the items that one call handled)."""
-        low, high = timing.low_ns / per, timing.high_ns / per
-        return self.add(name, timing.median_ns / per, "ns", target=target, low=low, high=high, note=note)
+    def time(self, name: str, timing: Timing, *, target: float | None = None, note: str = "") -> Row:
+        """Add a row in nanoseconds."""
+        low, high = timing.low_ns, timing.high_ns
+        return self.add(name, timing.median_ns, "ns", target=target, low=low, high=high, note=note)
 
     def to_json(self) -> dict[str, Any]:
         """Return what --json writes."""
