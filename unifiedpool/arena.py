@@ -1,0 +1,478 @@
+"""The arena: one `torch.uint8` buffer, views over it, and the device tables from handles to cells.
+
+One per worker. It holds bytes and decides nothing: a planner elsewhere writes step plans, `Arena.apply` carries them
+out at the head of a step, on the stream that runs the forward. Later kernels then see the new tables, earlier ones are
+done with the old bytes, and no event is needed.
+
+Views span the whole arena with `as_strided`, so no move ever makes one stale; only a resize does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._native import ffi, lib
+from .errors import (
+    CapacityError,
+    InvalidArgumentError,
+    InvalidHandleError,
+    LayoutMismatchError,
+    PlanOrderError,
+    format_bytes,
+)
+from .layout import Kind, Layout, ViewSpec
+
+if TYPE_CHECKING:
+    from .plan import StepPlan
+
+__all__ = ["BASE_ALIGNMENT", "TORCH_DTYPES", "Arena"]
+
+BASE_ALIGNMENT = 256
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8,
+}
+
+# A move is gathered and scattered in pieces, so that its scratch memory stays small.
+SCRATCH_BYTES = 64 << 20
+
+ViewForm = Literal["paged", "rows", "state"]
+
+
+class Arena:
+    """One byte buffer under every kind of a layout.
+
+    Args:
+        layout: the kinds and strides.
+        arena_bytes: size; need not be a multiple of anything.
+        device: "cpu", "cuda", ...
+        max_handles: rows of the tables, handle 0 not counted. Default: one per cell of the smallest kind, as the
+            planner's.
+        buffer: memory to use, uint8 `[n >= arena_bytes]`, contiguous, 256-byte aligned; own memory by default. The
+            arena can grow within it without a copy.
+
+    Attributes:
+        buffer: uint8 `[arena_bytes]`, 256-byte aligned.
+        tables: kind name -> int32 `[max_handles + 1]` on the device, at a fixed address: handle -> cell, -1 none.
+            Handle 0 is the null cell (0) for page kinds when the layout has one, else -1.
+        sequence: number of the next plan.
+
+    Raises:
+        InvalidArgumentError: a size that is no positive integer or below the null cell, a buffer of the wrong dtype,
+            device, shape or alignment.
+        CapacityError: the device has no memory for it.
+
+    >>> arena = Arena(Layout.simple({"state": 4096, "full": 256}), 1 << 20)
+    >>> arena.view("full", 0, "bytes").shape, arena.tables["state"].shape
+    (torch.Size([4096, 256]), torch.Size([4097]))
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        arena_bytes: int,
+        *,
+        device: str | torch.device = "cpu",
+        max_handles: int | None = None,
+        buffer: Tensor | None = None,
+    ) -> None:
+        _check_size(layout, arena_bytes)
+        if max_handles is not None and (isinstance(max_handles, bool) or max_handles < 1):
+            raise InvalidArgumentError(f"max_handles is {max_handles!r}; it must be a positive integer")
+        self.layout = layout
+        self.device = torch.device(device)
+        self.sequence = 0
+        self._digest = layout.digest()
+        self._is_own = buffer is None
+        if buffer is None:
+            self._memory = _allocate(arena_bytes, self.device)
+        else:
+            self._memory = _check_buffer(buffer, arena_bytes, self.device)
+        self.buffer = self._memory[:arena_bytes]
+        # Named "cuda:0" where "cuda" was asked for: every later device check compares with tensors.
+        self.device = self.buffer.device
+        self.buffer[: layout.null_bytes].zero_()
+        self.max_handles = max_handles or max(1, arena_bytes // layout.strides[-1])
+        self.tables = {kind.name: self._new_table(kind) for kind in layout.kinds}
+        self._views: dict[tuple[str, int, str], Tensor] = {}
+        self._fills = {
+            index: filled
+            for index, kind in enumerate(layout.kinds)
+            if (filled := [(s.name, layer, s.fill) for s in kind.segments if s.fill for layer in s.layers])
+        }
+
+    # -- views ---------------------------------------------------------------------------------------------------
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the arena in bytes."""
+        return self.buffer.shape[0]
+
+    def num_cells(self, kind: str | int) -> int:
+        """Return how many whole cells of a kind the arena spans, the null cell included."""
+        return self.arena_bytes // self.layout.kind(kind).stride_bytes
+
+    def view(self, kind: str | int, layer: int, segment: str) -> Tensor:
+        """View one layer of one segment over the whole arena.
+
+        Returns:
+            `[cells, page_size, *shape]` for pages ("HND": `[cells, heads, page_size, dim]`), `[cells, *shape]` for
+            slots and per-page segments. Only the strides of the first axes are large; the last one is 1. The same
+            tensor each time, until a resize.
+
+        Raises:
+            InvalidArgumentError: no such kind, layer or segment.
+
+        Complexity: O(1) after the first call.
+        """
+        found = self.layout.kind(kind)
+        key = (found.name, layer, segment)
+        if key not in self._views:
+            self._views[key] = self._strided(found, found.view_spec(layer, segment))
+        return self._views[key]
+
+    @overload
+    def views(self, kind: str | int, *, layer: int, form: ViewForm | None = None) -> dict[str, Tensor]: ...
+
+    @overload
+    def views(
+        self, kind: str | int, *, layer: None = None, form: ViewForm | None = None
+    ) -> dict[int, dict[str, Tensor]]: ...
+
+    def views(
+        self, kind: str | int, *, layer: int | None = None, form: ViewForm | None = None
+    ) -> dict[str, Tensor] | dict[int, dict[str, Tensor]]:
+        """View every segment of a layer, or of each layer.
+
+        Args:
+            kind: name or id.
+            layer: model layer; None: all of the kind.
+            form: "paged" `[cells, page_size, ...]`, "rows" `[cells * page_size, ...]` addressed by flat token ids
+                (needs token-major order or one-token pages) or "state" `[cells, ...]`. Default: "paged" for pages,
+                "state" for slots.
+
+        Returns:
+            segment name -> tensor; with `layer=None` layer -> segment name -> tensor.
+
+        Raises:
+            InvalidArgumentError: no such kind or layer, or a form that the kind's order cannot give.
+        """
+        found = self.layout.kind(kind)
+        wanted = form or ("paged" if found.page_size else "state")
+        if wanted not in ("paged", "rows", "state"):
+            raise InvalidArgumentError(f"form {wanted!r}; choose 'paged', 'rows' or 'state'")
+        if (wanted == "state") == bool(found.page_size):
+            fitting = "'paged' or 'rows'" if found.page_size else "'state'"
+            raise InvalidArgumentError(f"kind {found.name!r} has no {wanted!r} views; use {fitting}")
+        if layer is None:
+            return {each: self._layer_views(found, each, wanted) for each in found.layers}
+        return self._layer_views(found, layer, wanted)
+
+    def _layer_views(self, kind: Kind, layer: int, form: ViewForm) -> dict[str, Tensor]:
+        names = [segment.name for segment in kind.segments if layer in segment.layers]
+        if not names:
+            raise InvalidArgumentError(f"kind {kind.name!r} has no layer {layer}; it has {list(kind.layers)}")
+        if form != "rows":
+            return {name: self.view(kind.name, layer, name) for name in names}
+        return {name: self._rows(kind, layer, name) for name in names if kind.segment(name, layer).scope == "token"}
+
+    def _rows(self, kind: Kind, layer: int, segment: str) -> Tensor:
+        spec = kind.view_spec(layer, segment)
+        row_bytes = spec.strides_bytes[0] if kind.page_size > 1 else kind.stride_bytes
+        if row_bytes * kind.page_size != kind.stride_bytes or kind.format != "NHD":
+            raise InvalidArgumentError(
+                f"kind {kind.name!r} is {kind.order}-major {kind.format} with {kind.page_size}-token pages: its tokens "
+                "are not evenly spaced; build the layout with order='token' or page_size=1"
+            )
+        base, size = self._typed(spec.dtype)
+        return torch.as_strided(
+            base,
+            (self.num_cells(kind.name) * kind.page_size, *spec.shape[1:]),
+            tuple(stride // size for stride in (row_bytes, *spec.strides_bytes[1:])),
+            base.storage_offset() + spec.offset_bytes // size,
+        )
+
+    def _strided(self, kind: Kind, spec: ViewSpec) -> Tensor:
+        base, size = self._typed(spec.dtype)
+        return torch.as_strided(
+            base,
+            (self.num_cells(kind.name), *spec.shape),
+            tuple(stride // size for stride in (kind.stride_bytes, *spec.strides_bytes)),
+            base.storage_offset() + spec.offset_bytes // size,
+        )
+
+    def _typed(self, dtype: str) -> tuple[Tensor, int]:
+        """The buffer as elements of `dtype`; bytes past the last whole element belong to no cell."""
+        torch_dtype = TORCH_DTYPES[dtype]
+        size = torch_dtype.itemsize
+        return self.buffer[: self.arena_bytes // size * size].view(torch_dtype), size
+
+    def _words(self, kind: Kind) -> Tensor:
+        """The cells of a kind as int64 words, `[cells, stride / 8]`: copying those is many times faster than bytes."""
+        base = self.buffer[: self.arena_bytes // 8 * 8].view(torch.int64)
+        words = kind.stride_bytes // 8
+        return torch.as_strided(base, (self.num_cells(kind.name), words), (words, 1), base.storage_offset())
+
+    def cell_bytes(self, kind: str | int, cell: int) -> Tensor:
+        """View the bytes of one cell, uint8 `[stride]`.
+
+        Raises:
+            InvalidArgumentError: the cell is outside the arena.
+        """
+        found = self.layout.kind(kind)
+        if not 0 <= cell < self.num_cells(kind):
+            raise InvalidArgumentError(
+                f"cell {cell} of kind {found.name!r}: the arena has cells 0 to {self.num_cells(kind) - 1}"
+            )
+        return self.buffer[cell * found.stride_bytes : (cell + 1) * found.stride_bytes]
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan | None, *, stream: Any = None) -> None:
+        """Carry out a step plan: moves, copies and zeroes phase by phase, then the table changes.
+
+        Call it at the head of the step, on the stream that runs the forward. None (nothing to do) is fine. A plan
+        that changes the arena's size resizes it: views taken before are stale then.
+
+        Args:
+            plan: from `Planner.seal`, or `StepPlan.from_bytes`.
+            stream: a `torch.cuda.Stream`; the current one by default.
+
+        Raises:
+            PlanOrderError: not the next plan of the sequence, or for an arena of another size. Nothing is changed.
+            LayoutMismatchError: made for another layout. Nothing is changed.
+            InvalidArgumentError: the plan needs more memory than the buffer given at construction, or more table
+                rows than `max_handles`. Nothing is changed.
+
+        Complexity: O(bytes moved + changes). Mutates the buffer and the tables.
+        """
+        if plan is None:
+            return
+        self._check_plan(plan)
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            # Operations may use bytes on both sides of a resize: grow before them, shrink after them.
+            if plan.arena_bytes > self.arena_bytes:
+                self._resize(plan.arena_bytes)
+            self._run_operations(plan)
+            if plan.arena_bytes < self.arena_bytes:
+                self._resize(plan.arena_bytes)
+            self._change_tables(plan)
+        self.sequence += 1
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        if plan.layout_digest != self._digest:
+            raise LayoutMismatchError(
+                f"the plan is for layout {plan.layout_digest:016x}, this arena has {self._digest:016x}; "
+                "build both from the same Layout"
+            )
+        if plan.sequence != self.sequence:
+            raise PlanOrderError(
+                f"plan {plan.sequence} does not follow: this arena waits for plan {self.sequence}; "
+                "apply every sealed plan once, in order"
+            )
+        if plan.arena_bytes_before != self.arena_bytes:
+            raise PlanOrderError(
+                f"the plan starts from {plan.arena_bytes_before:,} bytes, this arena has {self.arena_bytes:,}; "
+                "give planner and arena the same arena_bytes"
+            )
+        if not self._is_own and plan.arena_bytes > self._memory.shape[0]:
+            raise InvalidArgumentError(
+                f"the plan grows the arena to {format_bytes(plan.arena_bytes)}, the buffer given holds "
+                f"{format_bytes(self._memory.shape[0])}; give a larger one"
+            )
+        rows = int(plan.changes[:, 0].max()) if len(plan.changes) else 0
+        if rows > self.max_handles and plan.arena_bytes <= self.arena_bytes:
+            raise InvalidArgumentError(
+                f"the plan names handle {rows}, the tables end at {self.max_handles}; make the arena with the "
+                "planner's max_handles"
+            )
+
+    def _run_operations(self, plan: StepPlan) -> None:
+        if self.device.type == "cpu" and not self._fills:
+            data = plan.to_bytes()
+            base = ffi.cast("uint8_t *", self.buffer.data_ptr())
+            code = lib.up_apply(base, self.arena_bytes, ffi.from_buffer("uint8_t[]", data), len(data))
+            if code:
+                raise LayoutMismatchError(f"the plan is damaged (code {code}); nothing was moved")
+            return
+        for phase in plan.phases:
+            kind = self.layout.kind(phase.kind_id)
+            words, dst = self._words(kind), self._index(phase.dst)
+            if phase.op == "zero":
+                words.index_fill_(0, dst, 0)
+                for segment, layer, fill in self._fills.get(phase.kind_id, ()):
+                    self.view(kind.name, layer, segment).index_fill_(0, dst, fill)
+                continue
+            src = self._index(phase.src)
+            step = max(1, SCRATCH_BYTES // kind.stride_bytes)
+            # Sources and destinations of a phase are disjoint, so pieces of it may run one after another.
+            for start in range(0, len(phase.dst), step):
+                part = slice(start, start + step)
+                words.index_copy_(0, dst[part], words.index_select(0, src[part]))
+
+    def _change_tables(self, plan: StepPlan) -> None:
+        if not len(plan.changes):
+            return
+        rows = self._index(plan.changes[:, 0])
+        for index, kind in enumerate(self.layout.kinds):
+            self.tables[kind.name].index_copy_(0, rows, self._index(plan.changes[:, 1 + index], torch.int32))
+
+    def _index(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        # A plan's arrays may be read-only or strided; torch wants neither.
+        return torch.from_numpy(np.array(values)).to(self.device, dtype, non_blocking=True)
+
+    def _new_table(self, kind: Kind) -> Tensor:
+        table = torch.full((self.max_handles + 1,), -1, dtype=torch.int32, device=self.device)
+        if kind.page_size and self.layout.null_bytes:
+            table[0] = 0
+        return table
+
+    def _resize(self, arena_bytes: int) -> None:
+        if self._is_own:
+            kept = min(arena_bytes, self.arena_bytes)
+            memory = _allocate(arena_bytes, self.device)
+            memory[:kept].copy_(self.buffer[:kept])
+            self._memory = memory
+        self.buffer = self._memory[:arena_bytes]
+        self._views.clear()
+        rows = max(1, arena_bytes // self.layout.strides[-1])
+        if rows > self.max_handles:
+            self.max_handles = rows
+            for kind in self.layout.kinds:
+                old = self.tables[kind.name]
+                self.tables[kind.name] = self._new_table(kind)
+                self.tables[kind.name][: len(old)].copy_(old)
+
+    # -- tables for kernels --------------------------------------------------------------------------------------
+
+    def block_table(self, handles: Tensor, kind: str | int, out: Tensor) -> Tensor:
+        """Translate handles to cells.
+
+        Args:
+            handles: int32 `[rows, width]`, padded with 0 or -1.
+            kind: page kind, or slot kind for state indices.
+            out: int32 `[rows, width]`; padding becomes the null cell 0 (page kinds of a layout that has one), else -1.
+
+        Returns:
+            `out`.
+
+        Raises:
+            InvalidArgumentError: wrong dtype, shape or device.
+            InvalidHandleError: a handle past the tables (checked on the CPU only: reading back would stall a device).
+        """
+        name = self.layout.kind(kind).name
+        self._check_tensor("handles", handles, torch.int32, None)
+        self._check_tensor("out", out, torch.int32, handles.shape)
+        self._check_handles(handles)
+        out.copy_(self.tables[name][handles.clamp_min(0).long()])
+        return out
+
+    def slot_mapping(self, handles: Tensor, positions: Tensor, kind: str | int, out: Tensor) -> Tensor:
+        """Translate token positions to flat rows, `cell * page_size + position % page_size`.
+
+        Args:
+            handles: int32 `[tokens]`, the page of each token, or `[rows, width]`, the pages of each row, padded with
+                0 or -1.
+            positions: int32 or int64, `[tokens]` or `[rows, tokens]`; below 0: padding.
+            kind: a page kind.
+            out: int64, shaped as `positions`; -1 for padding and for null or dead pages.
+
+        Returns:
+            `out`.
+
+        Raises:
+            InvalidArgumentError: wrong dtype, shape, device, or a slot kind.
+            InvalidHandleError: as `block_table`.
+        """
+        found = self.layout.kind(kind)
+        if not found.page_size:
+            raise InvalidArgumentError(f"kind {found.name!r} holds slots, not tokens; slot_mapping needs a page kind")
+        self._check_tensor("handles", handles, torch.int32, None)
+        if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != handles.dim():
+            raise InvalidArgumentError(
+                f"positions are {positions.dtype} {tuple(positions.shape)}; need int32 or int64 with as many axes as "
+                f"handles {tuple(handles.shape)}"
+            )
+        self._check_tensor("positions", positions, positions.dtype, None)
+        self._check_tensor("out", out, torch.int64, positions.shape)
+        self._check_handles(handles)
+        spots = positions.long()
+        pages = spots.clamp_min(0) // found.page_size
+        if handles.dim() == 2:
+            if handles.shape[0] != positions.shape[0]:
+                raise InvalidArgumentError(f"{handles.shape[0]} rows of handles, {positions.shape[0]} of positions")
+            if self.device.type == "cpu" and pages.numel() and int(pages.max()) >= handles.shape[1]:
+                raise InvalidArgumentError(
+                    f"position {int(spots.max())} needs page {int(pages.max())}; the rows have {handles.shape[1]} pages"
+                )
+            owners = handles.gather(1, pages)
+        elif handles.shape != positions.shape:
+            raise InvalidArgumentError(f"{tuple(handles.shape)} handles for {tuple(positions.shape)} positions")
+        else:
+            owners = handles
+        cells = self.tables[found.name][owners.clamp_min(0).long()].long()
+        rows = cells * found.page_size + spots % found.page_size
+        return out.copy_(torch.where((spots < 0) | (owners <= 0) | (cells < 0), -1, rows))
+
+    def _check_tensor(self, what: str, tensor: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> None:
+        if tensor.dtype != dtype:
+            raise InvalidArgumentError(f"{what} is {tensor.dtype}; it must be {dtype}")
+        if tensor.device != self.device:
+            raise InvalidArgumentError(f"{what} is on {tensor.device}; the arena is on {self.device}")
+        if shape is not None and tensor.shape != shape:
+            raise InvalidArgumentError(f"{what} has shape {tuple(tensor.shape)}; it must be {tuple(shape)}")
+
+    def _check_handles(self, handles: Tensor) -> None:
+        if self.device.type == "cpu" and handles.numel() and int(handles.max()) > self.max_handles:
+            raise InvalidHandleError(f"handle {int(handles.max())}: the tables end at {self.max_handles}")
+
+    def __repr__(self) -> str:
+        return f"Arena({format_bytes(self.arena_bytes)} on {self.device}, {', '.join(self.layout.names)})"
+
+
+def _check_size(layout: Layout, arena_bytes: object) -> None:
+    if isinstance(arena_bytes, bool) or not isinstance(arena_bytes, int) or arena_bytes < 1:
+        raise InvalidArgumentError(f"arena_bytes is {arena_bytes!r}; it must be a positive integer")
+    if arena_bytes < layout.null_bytes:
+        raise InvalidArgumentError(
+            f"an arena of {format_bytes(arena_bytes)} cannot hold the null cell of {format_bytes(layout.null_bytes)}; "
+            "give more bytes, smaller pages or null_cell=False"
+        )
+
+
+def _allocate(size: int, device: torch.device) -> Tensor:
+    """Uninitialised bytes at a 256-byte aligned address, which a CPU allocator does not give by itself."""
+    try:
+        raw = torch.empty(size + BASE_ALIGNMENT, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise CapacityError(f"no memory for {format_bytes(size)} on {device}: {error}") from error
+    start = -raw.data_ptr() % BASE_ALIGNMENT
+    return raw[start : start + size]
+
+
+def _check_buffer(buffer: Tensor, arena_bytes: int, device: torch.device) -> Tensor:
+    checks: list[tuple[bool, Callable[[], str]]] = [
+        (buffer.dtype == torch.uint8, lambda: f"is {buffer.dtype}; it must be torch.uint8"),
+        (
+            buffer.dim() == 1 and buffer.is_contiguous(),
+            lambda: f"is {tuple(buffer.shape)}; it must be flat, contiguous",
+        ),
+        (buffer.device.type == device.type, lambda: f"is on {buffer.device}; the arena is on {device}"),
+        (buffer.numel() >= arena_bytes, lambda: f"has {buffer.numel():,} bytes; the arena needs {arena_bytes:,}"),
+        (buffer.data_ptr() % BASE_ALIGNMENT == 0, lambda: f"must start at a multiple of {BASE_ALIGNMENT} bytes"),
+    ]
+    for fits, message in checks:
+        if not fits:
+            raise InvalidArgumentError(f"buffer {message()}")
+    return buffer
