@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._native import ffi, lib
+from ._native import ffi, lib, raise_for_plan
 from .errors import (
     CapacityError,
     InvalidArgumentError,
@@ -263,10 +263,10 @@ class Arena:
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             # Operations may use bytes on both sides of a resize: grow before them, shrink after them.
             if plan.arena_bytes > self.arena_bytes:
-                self._resize(plan.arena_bytes)
+                self._resize(plan.arena_bytes, plan.max_handles)
             self._run_operations(plan)
             if plan.arena_bytes < self.arena_bytes:
-                self._resize(plan.arena_bytes)
+                self._resize(plan.arena_bytes, plan.max_handles)
             self._change_tables(plan)
         self.sequence += 1
 
@@ -304,12 +304,12 @@ class Arena:
             base = ffi.cast("uint8_t *", self.buffer.data_ptr())
             code = lib.up_apply(base, self.arena_bytes, ffi.from_buffer("uint8_t[]", data), len(data))
             if code:
-                raise LayoutMismatchError(f"the plan is damaged (code {code}); nothing was moved")
+                raise_for_plan(code)
             return
         for phase in plan.phases:
             kind = self.layout.kind(phase.kind_id)
             words, dst = self._words(kind), self._index(phase.dst)
-            if phase.op == "zero":
+            if phase.operation == "zero":
                 words.index_fill_(0, dst, 0)
                 for segment, layer, fill in self._fills.get(phase.kind_id, ()):
                     self.view(kind.name, layer, segment).index_fill_(0, dst, fill)
@@ -338,7 +338,7 @@ class Arena:
             table[0] = 0
         return table
 
-    def _resize(self, arena_bytes: int) -> None:
+    def _resize(self, arena_bytes: int, max_handles: int) -> None:
         if self._is_own:
             kept = min(arena_bytes, self.arena_bytes)
             memory = _allocate(arena_bytes, self.device)
@@ -346,9 +346,8 @@ class Arena:
             self._memory = memory
         self.buffer = self._memory[:arena_bytes]
         self._views.clear()
-        rows = max(1, arena_bytes // self.layout.strides[-1])
-        if rows > self.max_handles:
-            self.max_handles = rows
+        if max_handles > self.max_handles:
+            self.max_handles = max_handles
             for kind in self.layout.kinds:
                 old = self.tables[kind.name]
                 self.tables[kind.name] = self._new_table(kind)
