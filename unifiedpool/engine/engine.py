@@ -1,0 +1,400 @@
+"""A small continuous-batching engine: submit, step, stream."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from unifiedpool.engine.geometry import Geometry, empty_shortfall
+from unifiedpool.engine.request import Request, SamplingParams, Status, TokenEvent
+from unifiedpool.engine.runner import Runner
+from unifiedpool.engine.sampling import sample
+from unifiedpool.engine.scheduler import PlannerLike, Scheduler
+from unifiedpool.engine.static_pool import StaticPool
+from unifiedpool.engine.storage import Batch, Row
+from unifiedpool.errors import CapacityError, InvalidArgumentError, format_bytes
+from unifiedpool.layout import Layout
+
+__all__ = ["Engine", "EngineConfig", "PoolLike", "StepStats", "Totals"]
+
+
+class PoolLike(PlannerLike, Protocol):
+    """What the engine asks of a pool; `Pool` and `StaticPool` both answer."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def arena_bytes(self) -> int: ...
+
+    def step(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of a step.
+
+    Args:
+        chunk_tokens: most tokens of one prefill forward.
+        prefill_tokens: prefill tokens of one step, over all requests.
+        max_running: most requests that hold memory at once.
+        headroom: output tokens that admission reserves room for beyond the prompt; more means fewer retractions
+            and fewer requests at once.
+        keep_logits: keep the logits that chose each token (tests compare them).
+    """
+
+    chunk_tokens: int = 512
+    prefill_tokens: int = 2048
+    max_running: int = 256
+    headroom: int = 16
+    keep_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_tokens", 1), ("prefill_tokens", 1), ("max_running", 1), ("headroom", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step in numbers.
+
+    ``live_bytes`` counts the cells that requests hold, per kind, in padded strides, after the step's allocations and
+    before its requests finish; ``used_tokens`` the tokens in their caches.
+    """
+
+    step: int
+    running: int
+    waiting: int
+    admitted: int
+    retracted: int
+    finished: int
+    prefill_tokens: int
+    decode_rows: int
+    used_tokens: int
+    live_bytes: dict[str, int]
+    moved_bytes: int
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over an engine's life."""
+
+    steps: int = 0
+    submitted: int = 0
+    finished: int = 0
+    aborted: int = 0
+    retractions: int = 0
+    recomputed_tokens: int = 0
+    moved_bytes: int = 0
+    running_sum: int = 0
+    peak_running: int = 0
+    live_bytes_sum: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def mean_running(self) -> float:
+        """Mean number of requests that held memory, over the steps."""
+        return self.running_sum / self.steps if self.steps else 0.0
+
+
+class Engine:
+    """Continuous batching over one pool.
+
+    Args:
+        runner: computes forwards (`ModelRunner`, or `StubRunner` for schedules alone).
+        pool: a `Pool`, or a `StaticPool` to see what the unified one replaces.
+        config: limits of a step.
+        windows: page kind -> sliding window in tokens, for kinds that stop growing.
+
+    One step is: cells for it are taken, the pool's plan is sealed and applied, then the forwards run. Not for
+    concurrent calls from several threads.
+
+    >>> from unifiedpool.engine import Engine, StubRunner
+    >>> from unifiedpool.layout import Layout
+    >>> from unifiedpool.pool import Pool  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: PoolLike,
+        config: EngineConfig | None = None,
+        *,
+        windows: Mapping[str, int] | None = None,
+    ) -> None:
+        self.runner = runner
+        self.pool = pool
+        self.config = config or EngineConfig()
+        self.geometry = Geometry.from_layout(pool.layout, windows)
+        self.scheduler = Scheduler(
+            pool,
+            self.geometry,
+            chunk_tokens=self.config.chunk_tokens,
+            prefill_tokens=self.config.prefill_tokens,
+            max_running=self.config.max_running,
+            headroom=self.config.headroom,
+        )
+        self.totals = Totals()
+        self.requests: dict[int, Request] = {}  # until they are done and collected
+        self.logits: dict[int, list[Any]] = {}
+        self._next_id = 0
+        self._strides = {name: pool.layout.kind(name).stride_bytes for name in pool.layout.names}
+        self._events: list[tuple[Request, TokenEvent]] = []
+
+    def submit(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+        *,
+        on_token: Callable[[TokenEvent], None] | None = None,
+    ) -> int:
+        """Queue a request.
+
+        Args:
+            prompt: token ids in [0, vocab), at least one.
+            max_new_tokens: at least 1.
+            sampling: greedy unless given.
+            on_token: called with each `TokenEvent` at the end of the step that made it; it may call ``submit`` and
+                ``abort``.
+
+        Returns:
+            The request id: 0, 1, 2, ... in order of submission.
+
+        Raises:
+            InvalidArgumentError: a token, a count or the length is out of range.
+            CapacityError: the request could not run even alone in the empty pool.
+        """
+        try:
+            tokens = [operator.index(token) for token in prompt]
+            wanted = operator.index(max_new_tokens)
+        except TypeError as error:
+            raise InvalidArgumentError(f"prompt and max_new_tokens must be integers: {error}") from None
+        if not tokens or wanted < 1:
+            raise InvalidArgumentError(
+                f"prompt of {len(tokens)} tokens, max_new_tokens {wanted}: both must be at least 1"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self.runner.vocab_size:
+            raise InvalidArgumentError(
+                f"prompt holds token {min(tokens) if min(tokens) < 0 else max(tokens)}; "
+                f"the vocabulary has ids 0 to {self.runner.vocab_size - 1}"
+            )
+        if len(tokens) + wanted > self.runner.max_length:
+            raise InvalidArgumentError(
+                f"{len(tokens)} prompt tokens + {wanted} new ones; the model takes {self.runner.max_length}"
+            )
+        request = Request(self._next_id, tokens, wanted, sampling or SamplingParams(), on_token)
+        self._check_can_ever_run(request)
+        self._next_id += 1
+        self.requests[request.request_id] = request
+        if self.config.keep_logits:
+            self.logits[request.request_id] = []
+        self.scheduler.add(request)
+        self.totals.submitted += 1
+        return request.request_id
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now, at whatever stage, and give all its memory back.
+
+        Returns:
+            False when it was already done or collected.
+
+        Raises:
+            InvalidArgumentError: no request ever had this id.
+        """
+        request = self._find(request_id)
+        if request is None or request.done:
+            return False
+        self._end(request, Status.ABORTED)
+        self.totals.aborted += 1
+        event = TokenEvent(request_id, None, request.num_tokens, True)
+        if request.on_token is not None:
+            request.on_token(event)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> StepStats:
+        """Run one step: take cells, apply the plan, prefill chunks, decode, hand out tokens.
+
+        Returns:
+            The step in numbers. Without work nothing happens and all are zero.
+
+        Raises:
+            Whatever a forward or a callback raises. A failed forward leaves its requests where they were, so the
+            next step computes it again; callbacks run after the engine's own bookkeeping, all of them, and the first
+            exception is raised at the end.
+        """
+        work = self.scheduler.schedule()
+        for request in work.retracted:
+            self.runner.release(request.request_id)
+        plan = self.pool.step()
+        moved = int(plan.moved_bytes(self.pool.layout)) if plan is not None else 0
+        running = list(self.scheduler.running)
+        live = self._live_bytes(running)
+        used = sum(request.computed for request in running) + len(work.decode)
+        used += sum(chunk.end - chunk.start for chunk in work.prefill)
+        finished_before = self.totals.finished
+        try:
+            for chunk in work.prefill:
+                row = self._row(chunk.request)
+                logits = self.runner.forward(
+                    Batch([row], chunk.end - chunk.start), [chunk.request.token_slice(chunk.start, chunk.end)]
+                )
+                self.scheduler.computed(chunk.request, chunk.end)
+                if chunk.request.retractions:
+                    self.totals.recomputed_tokens += chunk.end - chunk.start
+                if chunk.samples:
+                    self._take_token(chunk.request, logits[0])
+            if work.decode:
+                rows = [self._row(request) for request in work.decode]
+                last = [request.token_slice(request.computed, request.computed + 1) for request in work.decode]
+                logits = self.runner.forward(Batch(rows, 1), last)
+                for request, row_logits in zip(work.decode, logits, strict=True):
+                    self.scheduler.computed(request, request.computed + 1)
+                    self._take_token(request, row_logits)
+        finally:
+            self._count(running, live, moved, len(work.retracted))
+            self._deliver()
+        return StepStats(
+            step=self.totals.steps - 1,
+            running=len(running),
+            waiting=len(self.scheduler.waiting),
+            admitted=len(work.admitted),
+            retracted=len(work.retracted),
+            finished=self.totals.finished - finished_before,
+            prefill_tokens=sum(chunk.end - chunk.start for chunk in work.prefill),
+            decode_rows=len(work.decode),
+            used_tokens=used,
+            live_bytes=live,
+            moved_bytes=moved,
+        )
+
+    def run(self, on_step: Callable[[StepStats], None] | None = None) -> None:
+        """Step until nothing waits or runs."""
+        while self.has_work:
+            stats = self.step()
+            if on_step is not None:
+                on_step(stats)
+
+    def stream(self, request_id: int) -> Iterator[int]:
+        """Yield the tokens of one request as they come, stepping the engine when there is none yet.
+
+        Raises:
+            InvalidArgumentError: no such request, or it was collected.
+        """
+        request = self._find(request_id)
+        if request is None:
+            raise InvalidArgumentError(f"request {request_id} was collected; stream it before collect()")
+        position = 0
+        while True:
+            while position < len(request.outputs):
+                yield request.outputs[position]
+                position += 1
+            if request.done:
+                return
+            self.step()
+
+    def outputs(self, request_id: int) -> list[int]:
+        """Return the tokens made so far (a copy)."""
+        request = self._find(request_id)
+        if request is None:
+            raise InvalidArgumentError(f"request {request_id} was collected")
+        return list(request.outputs)
+
+    def collect(self, request_id: int) -> list[int]:
+        """Return the tokens of a finished or aborted request and forget it.
+
+        A server calls this (or ``collect_done``) so that its memory does not grow with the requests served.
+
+        Raises:
+            InvalidArgumentError: it still waits or runs, or was collected before.
+        """
+        request = self._find(request_id)
+        if request is None or not request.done:
+            state = "was collected before" if request is None else f"is {request.status.value}; abort it or let it end"
+            raise InvalidArgumentError(f"request {request_id} {state}")
+        del self.requests[request_id]
+        self.logits.pop(request_id, None)
+        return request.outputs
+
+    def collect_done(self) -> dict[int, list[int]]:
+        """Collect every finished or aborted request. O(requests held)."""
+        done = [request_id for request_id, request in self.requests.items() if request.done]
+        return {request_id: self.collect(request_id) for request_id in done}
+
+    def _find(self, request_id: int) -> Request | None:
+        if not 0 <= request_id < self._next_id:
+            raise InvalidArgumentError(f"no request {request_id}; ids so far: 0 to {self._next_id - 1}")
+        return self.requests.get(request_id)
+
+    def _check_can_ever_run(self, request: Request) -> None:
+        demand = self.scheduler.peak_demand(request)
+        if isinstance(self.pool, StaticPool):
+            short = self.pool.empty_shortfall(demand)
+        else:
+            short = empty_shortfall(self.pool.layout, self.pool.arena_bytes, demand)
+        if short:
+            parts = ", ".join(
+                f"{count} {kind} ({format_bytes(count * self._strides[kind])})" for kind, count in demand.items()
+            )
+            raise CapacityError(
+                f"a request of {len(request.prompt)} prompt + {request.max_new_tokens} new tokens needs {parts}; "
+                f"the empty pool of {format_bytes(self.pool.arena_bytes)} is {format_bytes(short)} short: "
+                "shorten it or enlarge the arena"
+            )
+
+    def _row(self, request: Request) -> Row:
+        return Row(request.request_id, request.computed, request.handles, request.first_page)
+
+    def _take_token(self, request: Request, logits: Any) -> None:
+        position = request.num_tokens
+        token = sample(logits, request.sampling, request.request_id, position)
+        request.outputs.append(token)
+        if self.config.keep_logits:
+            self.logits[request.request_id].append(logits.clone())
+        finished = len(request.outputs) == request.max_new_tokens or token in request.sampling.stop_tokens
+        if finished:
+            self._end(request, Status.FINISHED)
+            self.totals.finished += 1
+        self._events.append((request, TokenEvent(request.request_id, token, position, finished)))
+
+    def _end(self, request: Request, status: Status) -> None:
+        self.scheduler.remove(request, status)
+        self.runner.release(request.request_id)
+
+    def _live_bytes(self, running: Sequence[Request]) -> dict[str, int]:
+        live = dict.fromkeys(self._strides, 0)
+        for request in running:
+            for kind, held in request.handles.items():
+                live[kind] += (len(held) + len(request.spare.get(kind, ()))) * self._strides[kind]
+        return live
+
+    def _count(self, running: Sequence[Request], live: Mapping[str, int], moved: int, retracted: int) -> None:
+        totals = self.totals
+        totals.steps += 1
+        totals.running_sum += len(running)
+        totals.peak_running = max(totals.peak_running, len(running))
+        totals.moved_bytes += moved
+        totals.retractions += retracted
+        for kind, count in live.items():
+            totals.live_bytes_sum[kind] = totals.live_bytes_sum.get(kind, 0) + count
+
+    def _deliver(self) -> None:
+        events, self._events = self._events, []
+        failure: BaseException | None = None
+        for request, event in events:
+            if request.on_token is None or (request.status is Status.ABORTED and event.token is not None):
+                continue  # an earlier callback of this round aborted it
+            try:
+                request.on_token(event)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
