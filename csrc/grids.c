@@ -64,6 +64,8 @@ struct up_grids {
 
     int64_t max_handles, fresh, num_free, num_live_handles; /* handles 1..fresh were given out at least once */
     int32_t *cell[UP_MAX_KINDS];
+    int32_t **outgrown; /* tables that a resize replaced: kept, because a caller may still read one */
+    int64_t num_outgrown;
     uint32_t *handle;
     uint16_t *pin_count;
     int32_t *free_handles; /* a stack: the handle freed last is given out first, its table rows are still in cache */
@@ -594,6 +596,7 @@ int up_shortfall(up_grids *g, const up_item *items, int32_t num_items, int64_t *
 static inline int mark_batch(up_grids *g, const int32_t *handles, int64_t count, int kind, int has, int may_be_pinned) {
     int code = UP_OK;
     int64_t i = 0;
+    if (count < 0) return fail(g, UP_BAD_ARGUMENT, kind, -1, count);
     for (; i < count; i++) {
         int32_t h = handles[i];
         if (h < 1 || h > g->max_handles) {
@@ -853,6 +856,7 @@ int up_next_open_cost(up_grids *g, int32_t kind, int64_t *bytes) {
 
 /* Each handle must be live and have a cell of `kind`; duplicates are fine. */
 static int check_cells(up_grids *g, const int32_t *handles, int64_t count, int32_t kind) {
+    if (count < 0) return fail(g, UP_BAD_ARGUMENT, kind, -1, count);
     for (int64_t i = 0; i < count; i++) {
         int32_t h = handles[i];
         if (h < 1 || h > g->max_handles) return fail(g, UP_BAD_HANDLE, kind, i, h);
@@ -1000,12 +1004,27 @@ static int handles_resize(up_grids *g, int64_t max_handles) {
         if (!grown) return 0;                                    \
         (array) = grown;                                         \
     } while (0)
-    for (int k = 0; k < g->num_kinds; k++) GROW(g->cell[k]);
     GROW(g->handle);
     GROW(g->pin_count);
     GROW(g->free_handles);
     GROW(g->changes);
 #undef GROW
+    int32_t **outgrown = realloc(g->outgrown, (size_t)(g->num_outgrown + UP_MAX_KINDS) * sizeof *outgrown);
+    if (!outgrown) return 0;
+    g->outgrown = outgrown;
+    int32_t *cell[UP_MAX_KINDS] = {NULL};
+    for (int k = 0; k < g->num_kinds; k++)
+        if (!(cell[k] = malloc(count * sizeof *cell[k]))) {
+            while (k-- > 0) free(cell[k]);
+            return 0;
+        }
+    for (int k = 0; k < g->num_kinds; k++) {
+        if (g->cell[k]) {
+            memcpy(cell[k], g->cell[k], (size_t)(g->max_handles + 1) * sizeof *cell[k]);
+            g->outgrown[g->num_outgrown++] = g->cell[k];
+        }
+        g->cell[k] = cell[k];
+    }
     for (int64_t h = g->max_handles + 1; h <= max_handles; h++) {
         for (int k = 0; k < g->num_kinds; k++) g->cell[k][h] = -1;
         g->handle[h] = 0;
@@ -1086,6 +1105,8 @@ void up_destroy(up_grids *g) {
     if (!g) return;
     grids_free(g->kind, g->num_kinds);
     for (int k = 0; k < g->num_kinds; k++) free(g->cell[k]);
+    for (int64_t i = 0; i < g->num_outgrown; i++) free(g->outgrown[i]);
+    free(g->outgrown);
     free(g->handle);
     free(g->pin_count);
     free(g->free_handles);
@@ -1493,7 +1514,7 @@ static int check_handles(const up_grids *g) {
         dead_handles += h >= 1 && h <= g->fresh && !(word & HANDLE_KINDS);
         for (int k = 0; k < g->num_kinds; k++) {
             int32_t c = g->cell[k][h];
-            if ((c >= 0) != (int)(word >> k & 1) || c < -1 || c >= g->kind[k].cells) return 4;
+            if ((c != -1) != (int)(word >> k & 1) || c < -1 || c >= g->kind[k].cells) return 4;
             if (c >= 0 && (!up_bitset_test(&g->kind[k].live, c) || g->kind[k].owner[c] != h)) return 4;
             cells += c >= 0;
         }

@@ -42,8 +42,7 @@
  *
  * OWNERSHIP AND THREADS
  *   up_create returns an object that up_destroy frees. One call at a time: a second thread that enters while a call runs
- *   gets UP_BUSY and nothing happens. Different objects are independent. Pointers returned by up_cells stay valid until
- *   up_destroy. No clocks, no randomness, no I/O.
+ *   gets UP_BUSY and nothing happens. Different objects are independent. No clocks, no randomness, no I/O.
  *
  * UNITS
  *   bytes are int64; cells and handles are int32; counts are int64 in structs.
@@ -207,7 +206,7 @@ int up_relocate(up_grids *g, int32_t handle, int32_t kind, int32_t cell);
  * object and is valid until the next call. *size is 0 when nothing was recorded, and then the sequence stays. */
 int up_seal(up_grids *g, int64_t step, const uint8_t **data, int64_t *size);
 
-/* Host truth. The pointers stay valid until up_destroy or up_resize. */
+/* Host truth. A pointer can be read until up_destroy; after a resize that grew the arena it no longer changes. */
 const int32_t *up_cells(const up_grids *g, int32_t kind); /* [max_handles + 1], -1: none */
 int up_generation(up_grids *g, int32_t handle, int64_t *generation);
 int up_is_live(up_grids *g, int32_t handle);
