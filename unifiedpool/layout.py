@@ -222,11 +222,6 @@ class Kind:
             object.__setattr__(self, "end", "low" if low else "high")
         if not self.zero:
             object.__setattr__(self, "zero", "dirty" if self.page_size else "always")
-        orders = ("page", "token", "head") if self.page_size else ("grouped", "layered")
-        _check_choice(f"{what}: order", self.order, orders)
-        _check_choice(f"{what}: format", self.format, ("NHD", "HND"))
-        _check_choice(f"{what}: end", self.end, ("low", "high"))
-        _check_choice(f"{what}: zero", self.zero, ("never", "dirty", "always"))
         seen: set[tuple[str, int]] = set()
         for segment in self.segments:
             if (segment.scope == "slot") != (self.page_size == 0):
@@ -238,6 +233,11 @@ class Kind:
                 if (segment.name, layer) in seen:
                     raise InvalidArgumentError(f"{what}: segment {segment.name!r} of layer {layer} is listed twice")
                 seen.add((segment.name, layer))
+        orders = ("page", "token", "head") if self.page_size else ("grouped", "layered")
+        _check_choice(f"{what}: order", self.order, orders)
+        _check_choice(f"{what}: format", self.format, ("NHD", "HND"))
+        _check_choice(f"{what}: end", self.end, ("low", "high"))
+        _check_choice(f"{what}: zero", self.zero, ("never", "dirty", "always"))
         self._check_order(what)
 
     def _check_order(self, what: str) -> None:
