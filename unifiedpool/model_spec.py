@@ -162,7 +162,7 @@ def _layers_lfm2(fields: _Fields) -> list[str]:
     types = fields.get("layer_types")
     if types is not None:
         return _typed(fields, types)
-    full = set(fields.need("full_attn_idxs"))
+    full = set(fields.need("layer_types", "full_attn_idxs"))
     return ["full" if layer in full else "linear" for layer in range(fields.count("num_hidden_layers"))]
 
 
@@ -735,7 +735,8 @@ class ModelSpec:
         """
         if draft_tokens < 1:
             raise InvalidArgumentError(f"draft_tokens is {draft_tokens}; it must be at least 1")
-        convs = [self.kind("state").segment(name) for name in self.conv_names]
+        state = self.kind("state")
+        convs = [state.segment(name) for name in self.conv_names]
         return tuple(
             replace(
                 conv,
