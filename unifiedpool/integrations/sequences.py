@@ -45,21 +45,19 @@ Tensor = torch.Tensor
 
 
 class PoolLike(Protocol):
-    """The calls of a pool that are needed here; `Pool` and `StaticPool` have them. Of the arena: `view`."""
+    """What is needed of a pool: `Pool` and `StaticPool` have it.
+
+    Of the planner: `allocate`, `free`, `detach` and `cells`; of the arena: `view`.
+    """
 
     @property
     def layout(self) -> Layout: ...
 
     @property
+    def planner(self) -> Any: ...
+
+    @property
     def arena(self) -> Any: ...
-
-    def allocate(self, demand: Any) -> Any: ...
-
-    def free(self, handles: Any) -> None: ...
-
-    def detach(self, handles: Any, kind: Any) -> None: ...
-
-    def cells(self, kind: Any) -> Any: ...
 
     def step(self) -> Any: ...
 
@@ -304,7 +302,7 @@ class ArenaBatch(ForwardBatch):
                 totals[name] = totals.get(name, 0) + count
         if not totals:
             return
-        handles = [int(handle) for handle in self.pool.allocate(totals)]
+        handles = [int(handle) for handle in self.pool.planner.allocate(totals)]
         position = 0
         for name in totals:
             page_size, window = self.layout.kind(name).page_size, self._window_of[name]
@@ -325,7 +323,7 @@ class ArenaBatch(ForwardBatch):
 
     def _cells(self, kind: str, handles: Sequence[int]) -> Any:
         """Look handles up; the null handle gives cell -1."""
-        cells = np.asarray(self.pool.cells(kind))[np.array(handles, dtype=np.int64)].astype(np.int64)
+        cells = np.asarray(self.pool.planner.cells(kind))[np.array(handles, dtype=np.int64)].astype(np.int64)
         for handle, cell in zip(handles, cells, strict=True) if (cells < 0).any() else ():
             if handle and cell < 0:
                 raise InvalidHandleError(f"handle {handle} has no {kind!r} cell; it was freed or detached meanwhile")
@@ -502,7 +500,7 @@ class ArenaBatch(ForwardBatch):
                 del run.handles[:count]
                 run.first += count
             if dropped:
-                self.pool.detach(dropped, kind)
+                self.pool.planner.detach(dropped, kind)
 
 
 def release(pool: PoolLike, sequence: ArenaSequence) -> None:
@@ -512,7 +510,7 @@ def release(pool: PoolLike, sequence: ArenaSequence) -> None:
     sequence.pages.clear()
     sequence.slots.clear()
     if handles:
-        pool.free(handles)
+        pool.planner.free(handles)
 
 
 def _missing_pages(sequence: ArenaSequence, kind: str, page_size: int, window: int | None, end: int) -> tuple[int, int]:
