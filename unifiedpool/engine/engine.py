@@ -5,31 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from unifiedpool.engine.geometry import Geometry, empty_shortfall
 from unifiedpool.engine.request import Request, SamplingParams, Status, TokenEvent
 from unifiedpool.engine.runner import Runner
 from unifiedpool.engine.sampling import sample
-from unifiedpool.engine.scheduler import PlannerLike, Scheduler
-from unifiedpool.engine.static_pool import StaticPool
-from unifiedpool.engine.storage import Batch, Row
+from unifiedpool.engine.scheduler import Scheduler
+from unifiedpool.engine.static_pool import StaticPlanner
 from unifiedpool.errors import CapacityError, InvalidArgumentError, format_bytes
-from unifiedpool.layout import Layout
+from unifiedpool.pool import Pool
 
-__all__ = ["Engine", "EngineConfig", "PoolLike", "StepStats", "Totals"]
-
-
-class PoolLike(PlannerLike, Protocol):
-    """What the engine asks of a pool; `Pool` and `StaticPool` both answer."""
-
-    @property
-    def layout(self) -> Layout: ...
-
-    @property
-    def arena_bytes(self) -> int: ...
-
-    def step(self) -> Any: ...
+__all__ = ["Engine", "EngineConfig", "StepStats", "Totals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +94,31 @@ class Engine:
         runner: computes forwards (`ModelRunner`, or `StubRunner` for schedules alone).
         pool: a `Pool`, or a `StaticPool` to see what the unified one replaces.
         config: limits of a step.
-        windows: page kind -> sliding window in tokens, for kinds that stop growing.
 
     One step is: cells for it are taken, the pool's plan is sealed and applied, then the forwards run. Not for
     concurrent calls from several threads.
 
-    >>> from unifiedpool.engine import Engine, StubRunner
+    >>> from unifiedpool.engine import StubRunner
     >>> from unifiedpool.layout import Layout
-    >>> from unifiedpool.pool import Pool  # doctest: +SKIP
+    >>> layout = Layout.simple({"state": 4096, "full": 512}, page_sizes={"full": 16})
+    >>> engine = Engine(StubRunner(), Pool(layout, 1 << 16))
+    >>> request = engine.submit([1, 2, 3], max_new_tokens=4)
+    >>> list(engine.stream(request)) == engine.collect(request)
+    True
     """
 
     def __init__(
         self,
         runner: Runner,
-        pool: PoolLike,
+        pool: Pool,
         config: EngineConfig | None = None,
-        *,
-        windows: Mapping[str, int] | None = None,
     ) -> None:
         self.runner = runner
         self.pool = pool
         self.config = config or EngineConfig()
-        self.geometry = Geometry.from_layout(pool.layout, windows)
+        self.geometry = Geometry.from_layout(pool.layout, runner.windows)
         self.scheduler = Scheduler(
-            pool,
+            pool.planner,
             self.geometry,
             chunk_tokens=self.config.chunk_tokens,
             prefill_tokens=self.config.prefill_tokens,
@@ -227,15 +215,17 @@ class Engine:
             The step in numbers. Without work nothing happens and all are zero.
 
         Raises:
-            Whatever a forward or a callback raises. A failed forward leaves its requests where they were, so the
-            next step computes it again; callbacks run after the engine's own bookkeeping, all of them, and the first
+            Whatever a forward or a callback raises. Requests of a failed forward go back to the queue and recompute;
+            callbacks run after the engine's own bookkeeping, all of them, and the first
             exception is raised at the end.
         """
+        if not self.has_work:
+            return StepStats(self.totals.steps, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys(self._strides, 0), 0)
         work = self.scheduler.schedule()
         for request in work.retracted:
             self.runner.release(request.request_id)
-        plan = self.pool.step()
-        moved = int(plan.moved_bytes(self.pool.layout)) if plan is not None else 0
+        plan = self.pool.step(self.totals.steps)
+        moved = plan.moved_bytes if plan is not None else 0
         running = list(self.scheduler.running)
         live = self._live_bytes(running)
         used = sum(request.computed for request in running) + len(work.decode)
@@ -243,21 +233,18 @@ class Engine:
         finished_before = self.totals.finished
         try:
             for chunk in work.prefill:
-                row = self._row(chunk.request)
-                logits = self.runner.forward(
-                    Batch([row], chunk.end - chunk.start), [chunk.request.token_slice(chunk.start, chunk.end)]
-                )
+                logits = self._forward([chunk.request], [chunk.request.token_slice(chunk.start, chunk.end)])
                 self.scheduler.computed(chunk.request, chunk.end)
                 if chunk.request.retractions:
                     self.totals.recomputed_tokens += chunk.end - chunk.start
                 if chunk.samples:
                     self._take_token(chunk.request, logits[0])
             if work.decode:
-                rows = [self._row(request) for request in work.decode]
-                last = [request.token_slice(request.computed, request.computed + 1) for request in work.decode]
-                logits = self.runner.forward(Batch(rows, 1), last)
-                for request, row_logits in zip(work.decode, logits, strict=True):
-                    self.scheduler.computed(request, request.computed + 1)
+                ends = [request.computed + 1 for request in work.decode]
+                last = [request.token_slice(end - 1, end) for request, end in zip(work.decode, ends, strict=True)]
+                logits = self._forward(work.decode, last)
+                for request, end, row_logits in zip(work.decode, ends, logits, strict=True):
+                    self.scheduler.computed(request, end)
                     self._take_token(request, row_logits)
         finally:
             self._count(running, live, moved, len(work.retracted))
@@ -336,22 +323,30 @@ class Engine:
 
     def _check_can_ever_run(self, request: Request) -> None:
         demand = self.scheduler.peak_demand(request)
-        if isinstance(self.pool, StaticPool):
-            short = self.pool.empty_shortfall(demand)
+        planner = self.pool.planner
+        if isinstance(planner, StaticPlanner):
+            short = planner.empty_shortfall(demand)
         else:
-            short = empty_shortfall(self.pool.layout, self.pool.arena_bytes, demand)
+            short = empty_shortfall(planner.layout, planner.arena_bytes, demand)
         if short:
             parts = ", ".join(
                 f"{count} {kind} ({format_bytes(count * self._strides[kind])})" for kind, count in demand.items()
             )
             raise CapacityError(
                 f"a request of {len(request.prompt)} prompt + {request.max_new_tokens} new tokens needs {parts}; "
-                f"the empty pool of {format_bytes(self.pool.arena_bytes)} is {format_bytes(short)} short: "
+                f"the empty pool of {format_bytes(planner.arena_bytes)} is {format_bytes(short)} short: "
                 "shorten it or enlarge the arena"
             )
 
-    def _row(self, request: Request) -> Row:
-        return Row(request.request_id, request.computed, request.handles, request.first_page)
+    def _forward(self, requests: list[Request], tokens: list[list[int]]) -> Any:
+        try:
+            return self.runner.forward(requests, tokens)
+        except BaseException:
+            # States may be half-way between two tokens: only a recomputation is safe.
+            for request in requests:
+                self.scheduler.retract(request)
+                self.runner.release(request.request_id)
+            raise
 
     def _take_token(self, request: Request, logits: Any) -> None:
         position = request.num_tokens
@@ -372,8 +367,10 @@ class Engine:
     def _live_bytes(self, running: Sequence[Request]) -> dict[str, int]:
         live = dict.fromkeys(self._strides, 0)
         for request in running:
-            for kind, held in request.handles.items():
-                live[kind] += (len(held) + len(request.spare.get(kind, ()))) * self._strides[kind]
+            for kind, run in request.sequence.pages.items():
+                live[kind] += (len(run.handles) + len(request.spare.get(kind, ()))) * self._strides[kind]
+            for kind in request.sequence.slots:
+                live[kind] += self._strides[kind]
         return live
 
     def _count(self, running: Sequence[Request], live: Mapping[str, int], moved: int, retracted: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unifiedpool.errors import InvalidArgumentError
+from unifiedpool.integrations.sequences import PageRun
 from unifiedpool.layout import Layout
 
 __all__ = ["Geometry", "empty_shortfall"]
@@ -57,6 +58,15 @@ class Geometry:
     def end_page(self, kind: str, end: int) -> int:
         """Return the page after the last one when ``end`` tokens are in the cache."""
         return -(-end // self.page_sizes[kind])
+
+    def slide(self, pages: Mapping[str, PageRun], spare: Mapping[str, list[int]], start: int) -> None:
+        """Move the pages that no token from ``start`` on reads into ``spare``."""
+        for kind in self.windows:
+            run = pages[kind]
+            count = min(len(run.handles), self.first_page(kind, start) - run.first)
+            spare[kind].extend(run.handles[:count])
+            del run.handles[:count]
+            run.first += count
 
     def peak(self, total: int, chunk: int, start: int = 0) -> dict[str, int]:
         """Return the most cells of each kind that a sequence holds on its way from ``start`` to ``total`` tokens.

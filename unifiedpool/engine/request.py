@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from unifiedpool.errors import InvalidArgumentError
+from unifiedpool.integrations.sequences import ArenaSequence
 
 __all__ = ["Request", "ReservationLike", "SamplingParams", "Status", "TokenEvent"]
 
@@ -76,9 +77,8 @@ class ReservationLike(Protocol):
 class Request:
     """A request inside the engine.
 
-    ``handles[kind]`` are the planner's handles in token order; for a window kind the first of them holds page
-    ``first_page[kind]``, and ``spare[kind]`` are pages that slid out of the window and wait for their next use.
-    ``computed`` tokens of ``prompt + outputs`` are in the cache. ``promised[kind]`` cells are left in the
+    ``sequence`` names its cells; ``sequence.length`` tokens of ``prompt + outputs`` are in the cache. ``spare[kind]``
+    are pages that slid out of a window and wait for their next use. ``promised[kind]`` cells are left in the
     reservation that admission made.
     """
 
@@ -89,14 +89,17 @@ class Request:
     on_token: Callable[[TokenEvent], None] | None = None
     status: Status = Status.WAITING
     outputs: list[int] = field(default_factory=list)
-    computed: int = 0
+    sequence: ArenaSequence = field(default_factory=ArenaSequence)
     prefill_target: int = 0
-    handles: dict[str, list[int]] = field(default_factory=dict)
-    first_page: dict[str, int] = field(default_factory=dict)
     spare: dict[str, list[int]] = field(default_factory=dict)
     promised: dict[str, int] = field(default_factory=dict)
     reservation: ReservationLike | None = None
     retractions: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Tokens in the cache."""
+        return self.sequence.length
 
     @property
     def num_tokens(self) -> int:

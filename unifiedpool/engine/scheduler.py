@@ -23,6 +23,7 @@ from typing import Protocol
 from unifiedpool.engine.geometry import Geometry
 from unifiedpool.engine.request import Request, ReservationLike, Status
 from unifiedpool.errors import CapacityError, ReservationError
+from unifiedpool.integrations.sequences import ArenaSequence, PageRun
 
 __all__ = ["Chunk", "PlannerLike", "Scheduler", "StepWork"]
 
@@ -125,9 +126,11 @@ class Scheduler:
 
     def computed(self, request: Request, end: int) -> None:
         """Record that tokens up to ``end`` are in the cache."""
-        request.computed = end
+        request.sequence.length = end
+        self.geometry.slide(request.sequence.pages, request.spare, end)
         if request.status is Status.PREFILL and end == request.prefill_target:
             request.status = Status.DECODE
+        if request.status is Status.DECODE:
             for spare in request.spare.values():
                 # A decode step slides by one token: one page in hand covers it for ever.
                 self._free(spare[1:])
@@ -142,6 +145,13 @@ class Scheduler:
             self._release(request)
         request.status = status
 
+    def retract(self, request: Request) -> None:
+        """Take every cell and promise from a running request and queue it again at its old place."""
+        self.running.remove(request)
+        self._release(request)
+        request.retractions += 1
+        self.add(request)
+
     def _admit(self) -> list[Request]:
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self.max_running:
@@ -153,10 +163,8 @@ class Scheduler:
                 break
             request.reservation = self.planner.reserve(demand)
             request.promised = dict(demand)
-            request.handles = {kind: [] for kind in demand}
+            request.sequence = ArenaSequence(pages={kind: PageRun() for kind in self.geometry.page_sizes})
             request.spare = {kind: [] for kind in self.geometry.windows}
-            request.first_page = dict.fromkeys(self.geometry.page_sizes, 0)
-            request.computed = 0
             request.prefill_target = target
             request.status = Status.PREFILL
             del self.waiting[0]
@@ -173,47 +181,32 @@ class Scheduler:
                 youngest = self.running[-1]
                 if youngest is request and len(self.running) == 1:
                     raise  # alone and still too big: submit should have refused it
-                self._retract(youngest)
+                self.retract(youngest)
                 retracted.append(youngest)
                 if youngest is request:
                     return
 
-    def _retract(self, request: Request) -> None:
-        self.running.remove(request)
-        self._release(request)
-        request.retractions += 1
-        self.add(request)
-
     def _take(self, request: Request, start: int, end: int) -> None:
         """Make the request hold the cells that computing tokens ``start`` to ``end`` needs. All or nothing."""
-        geometry = self.geometry
-        need = {kind: 1 - len(request.handles[kind]) for kind in geometry.slots if not request.handles[kind]}
-        slid: dict[str, int] = {}
+        geometry, sequence = self.geometry, request.sequence
+        geometry.slide(sequence.pages, request.spare, start)
+        need = {kind: 1 for kind in geometry.slots if kind not in sequence.slots}
         reuse: dict[str, int] = {}
         for kind in geometry.page_sizes:
-            held = request.handles[kind]
-            first = geometry.first_page(kind, start)
-            slid[kind] = min(len(held), first - request.first_page[kind])
-            missing = geometry.end_page(kind, end) - request.first_page[kind] - len(held)
-            reuse[kind] = min(missing, slid[kind] + len(request.spare.get(kind, ())))
+            run = sequence.pages[kind]
+            missing = geometry.end_page(kind, end) - run.first - len(run.handles)
+            reuse[kind] = min(missing, len(request.spare.get(kind, ())))
             if missing > reuse[kind]:
                 need[kind] = missing - reuse[kind]
         new = self._obtain(request, need)
-        for kind in geometry.page_sizes:
-            held = request.handles[kind]
-            if kind in geometry.windows:
-                spare = request.spare[kind]
-                spare += held[: slid[kind]]
-                del held[: slid[kind]]
-                request.first_page[kind] += slid[kind]
-                held += spare[: reuse[kind]]
-                del spare[: reuse[kind]]
-                if request.status is Status.DECODE:
-                    self._free(spare[1:])
-                    del spare[1:]
-            held += new.get(kind, ())
+        for kind, run in sequence.pages.items():
+            if reuse[kind]:
+                run.handles += request.spare[kind][: reuse[kind]]
+                del request.spare[kind][: reuse[kind]]
+            run.handles += new.get(kind, ())
         for kind in geometry.slots:
-            request.handles[kind] += new.get(kind, ())
+            if kind in new:
+                sequence.slots[kind] = new[kind][0]
 
     def _obtain(self, request: Request, need: Mapping[str, int]) -> dict[str, list[int]]:
         """Return new handles per kind: from the promise as far as it goes, the rest from the pool."""
@@ -245,11 +238,8 @@ class Scheduler:
         if request.reservation is not None:
             request.reservation.cancel()
             request.reservation = None
-        owned = [handle for held in request.handles.values() for handle in held]
-        owned += [handle for spare in request.spare.values() for handle in spare]
-        self._free(owned)
-        request.handles, request.spare, request.first_page, request.promised = {}, {}, {}, {}
-        request.computed = 0
+        self._free(request.sequence.handles() + [handle for spare in request.spare.values() for handle in spare])
+        request.sequence, request.spare, request.promised = ArenaSequence(), {}, {}
 
     def _free(self, handles: Sequence[int]) -> None:
         if handles:
