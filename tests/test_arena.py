@@ -449,12 +449,12 @@ def test_apply_resize_keeps_content_on_both_sides(own: bool, with_fills: bool, s
     arena = Arena(layout, small, buffer=None if own else raw[start : start + large])
     model, generator = Model(arena, planner), torch.Generator().manual_seed(seed)
 
-    def take(demand: dict[str, int]) -> list[int]:
-        handles = planner.allocate({**demand}).tolist()
+    def take(demand: dict[str | tuple[str, ...], int]) -> list[int]:
+        handles = planner.allocate(demand).tolist()
         arena.apply(planner.seal())
         names = [name for name, count in demand.items() for _ in range(count)]
         for handle, name in zip(handles, names, strict=True):
-            model.write(handle, name, generator)
+            model.write(handle, str(name), generator)
         return handles
 
     take({"full": 10, "state": 2})

@@ -436,7 +436,7 @@ def find_chain(
     >>> find_chain([13, 12, 11], [1, 1, 1])[0]
     (13, 13, 13)
     >>> find_chain([1_000_000, 60_000], [256, 256])[0]
-    (1001472, 62592)
+    (1022720, 60160)
     """
     count = len(sizes)
     shares = [1.0] * count if weights is None else list(weights)
