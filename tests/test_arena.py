@@ -415,6 +415,8 @@ def test_apply_out_of_order_or_foreign_plans_are_refused_and_nothing_changes() -
     arena.apply(second)
     arena.apply(None)
     assert arena.sequence == 2
+    with pytest.raises(InvalidArgumentError, match="the arena is on cpu; leave it out"):
+        arena.apply(None, stream=object())
 
 
 def test_apply_more_handles_than_the_tables_hold_is_refused() -> None:

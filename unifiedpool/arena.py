@@ -253,10 +253,12 @@ class Arena:
             PlanOrderError: not the next plan of the sequence, or for an arena of another size. Nothing is changed.
             LayoutMismatchError: made for another layout. Nothing is changed.
             InvalidArgumentError: the plan needs more memory than the buffer given at construction, or more table
-                rows than `max_handles`. Nothing is changed.
+                rows than `max_handles`; a stream for an arena that is not on a CUDA device. Nothing is changed.
 
         Complexity: O(bytes moved + changes). Mutates the buffer and the tables.
         """
+        if stream is not None and self.device.type != "cuda":
+            raise InvalidArgumentError(f"a stream was given, but the arena is on {self.device}; leave it out")
         if plan is None:
             return
         self._check_plan(plan)
