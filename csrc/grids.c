@@ -82,6 +82,7 @@ struct up_grids {
     uint64_t sequence, chain;
     int32_t resized;
 
+    int64_t num_promised; /* cells of all kinds that reservations hold */
     int64_t moved_bytes, worst_call_bytes, refusals;
     up_error error;
 };
@@ -235,9 +236,10 @@ static inline void drop(up_grids *g, int k, int64_t w, uint64_t mask) {
 
 static inline int64_t at_end(const up_bitset *b, int low) { return low ? up_bitset_first(b) : up_bitset_last(b); }
 
-/* A partial window of kind `i` for a cell whose own end is `low`; among those with pinned cells when asked. */
-static int64_t partial_window(const grid *i, int low, int pinned) {
-    if (!pinned) return at_end(&i->partial, low);
+/* A partial window of kind `i` for a cell whose own end is `low`; among those with pinned cells when asked. The window
+ * that holds the null cell can never be opened, so what fits there costs nobody anything: it goes first. */
+static inline int64_t partial_window(const grid *i, int low, int pinned) {
+    if (!pinned) return i->dead && up_bitset_test(&i->partial, 0) ? 0 : at_end(&i->partial, low);
     int64_t t = at_end(&i->pinned_windows, low);
     while (t >= 0 && !up_bitset_test(&i->partial, t))
         t = low ? up_bitset_at_or_above(&i->pinned_windows, t + 1)
@@ -375,28 +377,35 @@ static inline int sum_demand(up_grids *g, const up_item *items, int32_t num_item
     return UP_OK;
 }
 
-/* Can the demand be met under `flags`? Refuses with the numbers. */
-static inline int check_capacity(up_grids *g, const int64_t *demand, uint32_t flags) {
+/* Can the demand be met under `flags`? Refuses with the numbers. *moves says whether something may have to be opened. */
+static inline int check_capacity(up_grids *g, const int64_t *demand, uint32_t flags, int *moves) {
     int kind;
     int64_t need, have;
+    *moves = !fits(g, demand, 0, 0, &kind, &need, &have);
+    if (*moves && (flags & UP_FORBID_MOVES)) return no_capacity(g, kind, need, have);
     if (flags & UP_FROM_RESERVATION) {
         for (int k = 0; k < g->num_kinds; k++)
             if (demand[k] > g->count[k].reserved) return fail(g, UP_NOT_RESERVED, k, -1, demand[k]);
-    } else if (!fits(g, demand, 1, 1, &kind, &need, &have)) {
-        return no_capacity(g, kind, need, have);
+        return UP_OK;
     }
-    if ((flags & UP_FORBID_MOVES) && !fits(g, demand, 0, 0, &kind, &need, &have))
-        return no_capacity(g, kind, need, have);
-    return UP_OK;
+    /* Cells that can be taken as they lie are proof enough, unless somebody was promised room. */
+    if (!*moves && !g->num_promised) return UP_OK;
+    return fits(g, demand, 1, 1, &kind, &need, &have) ? UP_OK : no_capacity(g, kind, need, have);
 }
 
 /* Operations that meeting the demand can record: a zero a cell, and where something must be opened the bound I8. */
-static int64_t operation_bound(const up_grids *g, const int64_t *demand) {
-    int kind;
-    int64_t need, have, bound = 0;
-    int may_move = !fits(g, demand, 0, 0, &kind, &need, &have);
-    for (int k = 0; k < g->num_kinds; k++) bound += demand[k] * (may_move ? 1 + 2 * g->kind[k].unit : 1);
+static inline int64_t operation_bound(const up_grids *g, const int64_t *demand, int moves) {
+    int64_t bound = 0;
+    for (int k = 0; k < g->num_kinds; k++) bound += demand[k] * (moves ? 1 + 2 * g->kind[k].unit : 1);
     return bound;
+}
+
+/* Take `demand` out of what was promised. */
+static void use_promise(up_grids *g, const int64_t *demand) {
+    for (int k = 0; k < g->num_kinds; k++) {
+        g->count[k].reserved -= demand[k];
+        g->num_promised -= demand[k];
+    }
 }
 
 /* ---------------------------------------------------------------- evacuation */
@@ -504,10 +513,16 @@ static inline void place(up_grids *g, int k, const int32_t *handles, int64_t cou
         uint64_t fill = zero == UP_ZERO_ALWAYS ? mask : zero == UP_ZERO_IF_DIRTY ? mask & own->dirty[w] : 0;
         own->dirty[w] &= ~mask;
         count -= up_popcount(mask);
+        int32_t base = (int32_t)(w << 6);
+        for (; low && mask; mask &= mask - 1) {
+            int32_t c = base | up_lowest(mask), h = *handles++;
+            cell[h] = c;
+            owner[c] = h;
+        }
         while (mask) {
-            int bit = low ? up_lowest(mask) : up_highest(mask);
-            int32_t c = (int32_t)(w << 6 | bit), h = *handles++;
-            mask &= ~(UINT64_C(1) << bit);
+            int bit = up_highest(mask);
+            int32_t c = base | bit, h = *handles++;
+            mask ^= UINT64_C(1) << bit;
             cell[h] = c;
             owner[c] = h;
         }
@@ -523,32 +538,42 @@ static inline void call_moved(up_grids *g, int64_t before) {
     if (g->moved_bytes - before > g->worst_call_bytes) g->worst_call_bytes = g->moved_bytes - before;
 }
 
+/* Give out `count` handles of the kinds `kinds`, the one freed last first. */
+static inline void new_handles(up_grids *g, int32_t *out, int32_t count, uint32_t kinds) {
+    uint32_t *words = g->handle;
+    const int32_t *top = g->free_handles + g->num_free;
+    int32_t *changes = g->changes + g->num_changes;
+    int32_t reused = count < g->num_free ? count : (int32_t)g->num_free;
+    for (int32_t i = 0; i < count; i++) {
+        int32_t h = i < reused ? *--top : (int32_t)++g->fresh;
+        uint32_t word = words[h];
+        if (!(word & HANDLE_CHANGED)) *changes++ = h;
+        words[h] = word | kinds | HANDLE_CHANGED;
+        out[i] = h;
+    }
+    g->num_free -= reused;
+    g->num_changes = changes - g->changes;
+}
+
 static inline int allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t flags, int32_t *handles,
                            int64_t handles_capacity) {
     int64_t demand[UP_MAX_KINDS], total, before = g->moved_bytes;
-    int code = sum_demand(g, items, num_items, demand, &total);
+    int moves, code = sum_demand(g, items, num_items, demand, &total);
     if (code != UP_OK) return code;
     if (total > handles_capacity) return fail(g, UP_BAD_ARGUMENT, -1, -1, total);
-    code = check_capacity(g, demand, flags);
+    code = check_capacity(g, demand, flags, &moves);
     if (code != UP_OK) {
         g->refusals++;
         return code;
     }
-    code = log_reserve(g, operation_bound(g, demand));
+    code = log_reserve(g, operation_bound(g, demand, moves));
     if (code != UP_OK) return code;
-    if (flags & UP_FROM_RESERVATION)
-        for (int k = 0; k < g->num_kinds; k++) g->count[k].reserved -= demand[k];
+    if (flags & UP_FROM_RESERVATION) use_promise(g, demand);
     /* A live handle owns at least one smallest cell, so handles cannot run out before bytes do. */
     assert(g->num_free + (g->max_handles - g->fresh) >= total);
     g->num_live_handles += total;
     int32_t *out = handles;
-    for (int32_t i = 0; i < num_items; i++)
-        for (int32_t n = items[i].count; n > 0; n--) {
-            int32_t h = g->num_free ? g->free_handles[--g->num_free] : (int32_t)++g->fresh;
-            g->handle[h] |= items[i].kind_mask;
-            handle_changed(g, h);
-            *out++ = h;
-        }
+    for (int32_t i = 0; i < num_items; out += items[i++].count) new_handles(g, out, items[i].count, items[i].kind_mask);
     for (int k = 0; k < g->num_kinds; k++) {
         if (!demand[k]) continue;
         const int32_t *at = handles;
@@ -565,11 +590,28 @@ int up_allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t f
     return leave(g, allocate(g, items, num_items, flags, handles, handles_capacity));
 }
 
+int up_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags, up_handles *handles) {
+    if (!enter(g)) return UP_BUSY;
+    if (demand->layout_digest != g->layout_digest) return leave(g, fail(g, UP_BAD_DEMAND, -1, -1, 0));
+    int code = allocate(g, demand->items, demand->num_items, flags, handles->data, handles->capacity);
+    if (code == UP_OK) handles->length = demand->total;
+    return leave(g, code);
+}
+
 int up_can_allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t flags) {
     if (!enter(g)) return UP_BUSY;
     int64_t demand[UP_MAX_KINDS], total;
-    int code = sum_demand(g, items, num_items, demand, &total);
-    if (code == UP_OK) code = check_capacity(g, demand, flags) == UP_OK;
+    int moves, code = sum_demand(g, items, num_items, demand, &total);
+    if (code == UP_OK) code = check_capacity(g, demand, flags, &moves) == UP_OK;
+    return leave(g, code);
+}
+
+int up_can_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags) {
+    if (!enter(g)) return UP_BUSY;
+    int64_t counts[UP_MAX_KINDS], total;
+    int moves, code = demand->layout_digest == g->layout_digest ? UP_OK : fail(g, UP_BAD_DEMAND, -1, -1, 0);
+    if (code == UP_OK) code = sum_demand(g, demand->items, demand->num_items, counts, &total);
+    if (code == UP_OK) code = check_capacity(g, counts, flags, &moves) == UP_OK;
     return leave(g, code);
 }
 
@@ -592,32 +634,36 @@ int up_shortfall(up_grids *g, const up_item *items, int32_t num_items, int64_t *
 }
 
 /* Check a batch of handles and mark each, so that a second sight is a duplicate. With `kind` >= 0 each must have a cell
- * of that kind (has 1) or must not (has 0). On failure nothing stays marked. */
-static inline int mark_batch(up_grids *g, const int32_t *handles, int64_t count, int kind, int has, int may_be_pinned) {
+ * of that kind (has 1) or must not (has 0). *kinds gets the kinds that any of them has a cell of. On failure nothing
+ * stays marked. */
+static inline int mark_batch(up_grids *g, const int32_t *handles, int64_t count, int kind, int has, int may_be_pinned,
+                             uint32_t *kinds) {
+    uint32_t *words = g->handle, any = 0, stop = HANDLE_MARKED | (may_be_pinned ? 0 : HANDLE_PINNED);
+    uint64_t limit = (uint64_t)g->max_handles;
     int code = UP_OK;
     int64_t i = 0;
     if (count < 0) return fail(g, UP_BAD_ARGUMENT, kind, -1, count);
     for (; i < count; i++) {
-        int32_t h = handles[i];
-        if (h < 1 || h > g->max_handles) {
+        if ((uint64_t)((int64_t)handles[i] - 1) >= limit) { /* null and negative handles wrap around */
             code = UP_BAD_HANDLE;
             break;
         }
-        uint32_t word = g->handle[h];
-        if ((word & (HANDLE_MARKED | HANDLE_PINNED)) || !(word & HANDLE_KINDS)) {
-            code = word & HANDLE_MARKED ? UP_DUPLICATE : !(word & HANDLE_KINDS) ? UP_DEAD_HANDLE : UP_PINNED;
-            if (code != UP_PINNED || !may_be_pinned) break;
-            code = UP_OK;
+        uint32_t word = words[handles[i]];
+        if ((word & stop) || !(word & HANDLE_KINDS)) {
+            code = word & HANDLE_MARKED ? UP_DUPLICATE : word & HANDLE_KINDS ? UP_PINNED : UP_DEAD_HANDLE;
+            break;
         }
         if (kind >= 0 && (int)(word >> kind & 1) != has) {
             code = has ? UP_NO_CELL : UP_HAS_CELL;
             break;
         }
-        g->handle[h] = word | HANDLE_MARKED;
+        words[handles[i]] = word | HANDLE_MARKED;
+        any |= word;
     }
+    *kinds = any & HANDLE_KINDS;
     if (code == UP_OK) return UP_OK;
     fail(g, code, kind, i, handles[i]);
-    while (i-- > 0) g->handle[handles[i]] &= ~HANDLE_MARKED;
+    while (i-- > 0) words[handles[i]] &= ~HANDLE_MARKED;
     return code;
 }
 
@@ -631,19 +677,20 @@ static int check_kind(up_grids *g, int32_t kind) {
 
 static int attach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind, uint32_t flags) {
     int64_t demand[UP_MAX_KINDS] = {0}, before = g->moved_bytes;
-    int code = check_kind(g, kind);
-    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 0, 0);
+    uint32_t kinds;
+    int moves, code = check_kind(g, kind);
+    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 0, 0, &kinds);
     if (code != UP_OK) return code;
     unmark_batch(g, handles, count);
     demand[kind] = count;
-    code = check_capacity(g, demand, flags);
+    code = check_capacity(g, demand, flags, &moves);
     if (code != UP_OK) {
         g->refusals++;
         return code;
     }
-    code = log_reserve(g, operation_bound(g, demand));
+    code = log_reserve(g, operation_bound(g, demand, moves));
     if (code != UP_OK) return code;
-    if (flags & UP_FROM_RESERVATION) g->count[kind].reserved -= count;
+    if (flags & UP_FROM_RESERVATION) use_promise(g, demand);
     for (int64_t i = 0; i < count; i++) {
         g->handle[handles[i]] |= 1u << kind;
         handle_changed(g, handles[i]);
@@ -660,60 +707,63 @@ int up_attach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind, 
 
 /* ---------------------------------------------------------------- free, detach */
 
-/* Neighbouring cells of one kind, gathered into one word before they are dropped. */
-typedef struct {
-    int64_t word[UP_MAX_KINDS];
-    uint64_t mask[UP_MAX_KINDS];
-} gathered;
-
-static inline void gather(up_grids *g, gathered *pending, int k, int64_t cell) {
-    if (cell >> 6 != pending->word[k]) {
-        if (pending->mask[k]) drop(g, k, pending->word[k], pending->mask[k]);
-        pending->word[k] = cell >> 6;
-        pending->mask[k] = 0;
+/* Drop the cells of kind `k` that the marked handles have. Neighbouring cells are gathered into one word first. */
+static inline void drop_kind(up_grids *g, int k, const int32_t *handles, int64_t count) {
+    const uint32_t *words = g->handle;
+    int32_t *cells = g->cell[k];
+    int64_t word = -1;
+    uint64_t mask = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t h = handles[i];
+        if (!(words[h] >> k & 1)) continue;
+        int64_t cell = cells[h];
+        cells[h] = -1;
+        if (cell >> 6 != word) {
+            if (mask) drop(g, k, word, mask);
+            word = cell >> 6;
+            mask = 0;
+        }
+        mask |= UINT64_C(1) << (cell & 63);
     }
-    pending->mask[k] |= UINT64_C(1) << (cell & 63);
-}
-
-static inline void drop_gathered(up_grids *g, const gathered *pending) {
-    for (int k = 0; k < g->num_kinds; k++)
-        if (pending->mask[k]) drop(g, k, pending->word[k], pending->mask[k]);
+    if (mask) drop(g, k, word, mask);
 }
 
 /* Drop the cells of the kinds `kinds` of marked handles, unmark them, and retire those that have none left. */
 static inline void drop_batch(up_grids *g, const int32_t *handles, int64_t count, uint32_t kinds) {
-    gathered pending = {.word = {-1, -1, -1, -1, -1, -1}};
+    for (uint32_t rest = kinds; rest; rest &= rest - 1) drop_kind(g, up_lowest(rest), handles, count);
+    uint32_t *words = g->handle;
+    int32_t *free_handles = g->free_handles + g->num_free, *changes = g->changes + g->num_changes;
     for (int64_t i = 0; i < count; i++) {
         int32_t h = handles[i];
-        uint32_t word = g->handle[h];
-        for (uint32_t rest = word & kinds; rest; rest &= rest - 1) {
-            int k = up_lowest(rest);
-            gather(g, &pending, k, g->cell[k][h]);
-            g->cell[k][h] = -1;
-        }
-        word &= ~(kinds | HANDLE_MARKED);
+        uint32_t word = words[h] & ~(kinds | HANDLE_MARKED);
         if (!(word & HANDLE_KINDS)) {
             word += 1u << HANDLE_GENERATION_SHIFT;
-            g->free_handles[g->num_free++] = h;
-            g->num_live_handles--;
+            *free_handles++ = h;
         }
-        g->handle[h] = word;
-        handle_changed(g, h);
+        if (!(word & HANDLE_CHANGED)) *changes++ = h;
+        words[h] = word | HANDLE_CHANGED;
     }
-    drop_gathered(g, &pending);
+    int64_t retired = free_handles - (g->free_handles + g->num_free);
+    g->num_free += retired;
+    g->num_live_handles -= retired;
+    g->num_changes = changes - g->changes;
 }
 
 int up_free(up_grids *g, const int32_t *handles, int64_t count) {
     if (!enter(g)) return UP_BUSY;
-    int code = mark_batch(g, handles, count, -1, 0, 0);
-    if (code == UP_OK) drop_batch(g, handles, count, HANDLE_KINDS);
+    uint32_t kinds;
+    int code = mark_batch(g, handles, count, -1, 0, 0, &kinds);
+    if (code == UP_OK) drop_batch(g, handles, count, kinds);
     return leave(g, code);
 }
 
+int up_free_handles(up_grids *g, const up_handles *handles) { return up_free(g, handles->data, handles->length); }
+
 int up_detach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind) {
     if (!enter(g)) return UP_BUSY;
+    uint32_t kinds;
     int code = check_kind(g, kind);
-    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 1, 0);
+    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 1, 0, &kinds);
     if (code == UP_OK) drop_batch(g, handles, count, 1u << kind);
     return leave(g, code);
 }
@@ -730,7 +780,10 @@ int up_reserve(up_grids *g, const int64_t *counts) {
         g->refusals++;
         return leave(g, no_capacity(g, kind, need, have));
     }
-    for (int k = 0; k < g->num_kinds; k++) g->count[k].reserved += counts[k];
+    for (int k = 0; k < g->num_kinds; k++) {
+        g->count[k].reserved += counts[k];
+        g->num_promised += counts[k];
+    }
     return leave(g, UP_OK);
 }
 
@@ -739,7 +792,7 @@ int up_unreserve(up_grids *g, const int64_t *counts) {
     for (int k = 0; k < g->num_kinds; k++)
         if (counts[k] < 0 || counts[k] > g->count[k].reserved)
             return leave(g, fail(g, UP_NOT_RESERVED, k, k, counts[k]));
-    for (int k = 0; k < g->num_kinds; k++) g->count[k].reserved -= counts[k];
+    use_promise(g, counts);
     return leave(g, UP_OK);
 }
 
@@ -777,7 +830,8 @@ static int pin(up_grids *g, const int32_t *handles, int64_t count) {
     static const int64_t nothing[UP_MAX_KINDS];
     int kind;
     int64_t need, have;
-    int code = mark_batch(g, handles, count, -1, 0, 1);
+    uint32_t kinds;
+    int code = mark_batch(g, handles, count, -1, 0, 1, &kinds);
     if (code != UP_OK) return code;
     unmark_batch(g, handles, count);
     for (int64_t i = 0; i < count; i++)
@@ -799,7 +853,8 @@ int up_pin(up_grids *g, const int32_t *handles, int64_t count) {
 
 int up_unpin(up_grids *g, const int32_t *handles, int64_t count) {
     if (!enter(g)) return UP_BUSY;
-    int code = mark_batch(g, handles, count, -1, 0, 1);
+    uint32_t kinds;
+    int code = mark_batch(g, handles, count, -1, 0, 1, &kinds);
     if (code != UP_OK) return leave(g, code);
     unmark_batch(g, handles, count);
     for (int64_t i = 0; i < count; i++)
@@ -1129,6 +1184,39 @@ static void copy_dirty(grid *to, const grid *from) {
     }
 }
 
+/* The kind whose first cell past the new end is live and begins below that end; -1 when none does. Live cells are
+ * disjoint, so there is at most one. */
+static int straddler(const up_grids *g, const grid *old) {
+    int64_t end = g->kind[g->num_kinds - 1].cells;
+    for (int k = 0; k < g->num_kinds; k++) {
+        int64_t c = g->kind[k].cells;
+        if (c < old[k].cells && up_bitset_test(&old[k].live, c) && c * old[k].unit < end) return k;
+    }
+    return -1;
+}
+
+/* Take (hold 1) or drop (0) the cells of the new grids that the straddling cell covers: its bytes there are still to be
+ * read. They are taken as the largest cells that fit, so that none lies in a window that could be opened. */
+static void hold_below(up_grids *g, const grid *old, int straddling, int hold) {
+    int64_t end = g->kind[g->num_kinds - 1].cells, at = g->kind[straddling].cells * old[straddling].unit;
+    for (int j = straddling + 1; j < g->num_kinds; j++)
+        for (; at + g->kind[j].unit <= end; at += g->kind[j].unit) {
+            int64_t c = at / g->kind[j].unit;
+            if (hold)
+                take(g, j, c >> 6, UINT64_C(1) << (c & 63));
+            else
+                drop(g, j, c >> 6, UINT64_C(1) << (c & 63));
+        }
+}
+
+/* Move the cell of handle `h`, which lies past the new end, to where placement wants it. */
+static void displace(up_grids *g, int k, int32_t h) {
+    int64_t w;
+    uint64_t mask;
+    while (!pick(g, k, 1, 0, &w, &mask)) open_window(g, k);
+    move_cell(g, k, h, w << 6 | up_lowest(mask));
+}
+
 static int resize(up_grids *g, int64_t arena_bytes) {
     up_kind kinds[UP_MAX_KINDS] = {{0, 0, 0}};
     grid old[UP_MAX_KINDS];
@@ -1167,20 +1255,28 @@ static int resize(up_grids *g, int64_t arena_bytes) {
         }
     for (int64_t h = 1; h <= g->fresh; h++)
         if (g->handle[h] & HANDLE_PINNED) pin_cells(g, (int32_t)h, 1);
-    if (!fits(g, displaced, 1, 1, &failed, &need, &have)) {
+    int fit = fits(g, displaced, 1, 1, &failed, &need, &have);
+    int straddling = straddler(g, old);
+    int64_t straddles[UP_MAX_KINDS] = {0};
+    if (fit && straddling >= 0) {
+        straddles[straddling] = 1;
+        hold_below(g, old, straddling, 1);
+        fit = fits(g, straddles, 1, 0, &failed, &need, &have);
+    }
+    if (!fit) {
         grids_free(g->kind, g->num_kinds);
         memcpy(g->kind, old, sizeof g->kind);
         return no_capacity(g, failed, need, have);
     }
     for (int k = 0; k <= last; k++) copy_dirty(&g->kind[k], &old[k]);
+    if (straddling >= 0) {
+        displace(g, straddling, old[straddling].owner[g->kind[straddling].cells]);
+        hold_below(g, old, straddling, 0);
+    }
     for (int k = 0; k <= last; k++)
-        for (int64_t c = up_bitset_at_or_above(&old[k].live, g->kind[k].cells); c >= 0;
-             c = up_bitset_at_or_above(&old[k].live, c + 1)) {
-            int64_t w;
-            uint64_t mask;
-            while (!pick(g, k, 1, 0, &w, &mask)) open_window(g, k);
-            move_cell(g, k, old[k].owner[c], w << 6 | up_lowest(mask));
-        }
+        for (int64_t c = up_bitset_at_or_above(&old[k].live, g->kind[k].cells + (k == straddling)); c >= 0;
+             c = up_bitset_at_or_above(&old[k].live, c + 1))
+            displace(g, k, old[k].owner[c]);
     grids_free(old, g->num_kinds);
     g->arena_bytes = arena_bytes;
     g->resized = 1;

@@ -27,7 +27,8 @@
  *   I5   a call that fails leaves every structure bit-identical
  *   I6   a handle names the same content until it is freed, across any number of moves
  *   I7   a pinned cell never moves
- *   I8   bytes moved per opened largest cell: < stride_0 with two kinds, < 2 * stride_0 with more
+ *   I8   bytes moved per opened largest cell: at most stride_0 with two kinds (less unless every free page lies in windows
+ *        that pins or the null cell keep closed), < 2 * stride_0 with more
  *   I9   nothing moves while an available cell exists for each item
  *   I10  the same calls give the same handles, cells and plans on every machine
  *   I11  up_can_allocate says yes <=> up_allocate succeeds
@@ -70,7 +71,8 @@ enum {
     UP_NO_CELL = -9,      /* the handle has no cell of that kind; detail: index, handle, kind */
     UP_HAS_CELL = -10,    /* the handle has a cell of that kind already; detail: index, handle, kind */
     UP_NOT_PINNED = -11,  /* unpin of a handle that is not pinned; detail: index, handle */
-    UP_NOT_RESERVED = -12 /* more given back or committed than was reserved; detail: kind */
+    UP_NOT_RESERVED = -12, /* more given back or committed than was reserved; detail: kind */
+    UP_BAD_DEMAND = -13    /* the demand was compiled for another layout */
 };
 
 /* Flags of up_allocate. */
@@ -100,6 +102,21 @@ typedef struct {
     uint32_t kind_mask; /* bit k: a cell of kind k */
     int32_t count;      /* >= 0 */
 } up_item;
+
+/* A demand and a handle buffer that know their own length. A call through cffi costs by the argument, so the calls made
+ * every step take these. */
+typedef struct {
+    uint64_t layout_digest; /* of the layout that the kind masks belong to */
+    int64_t total;          /* handles: the sum of the items' counts */
+    int32_t num_items;
+    up_item *items;
+} up_demand;
+
+typedef struct {
+    int64_t capacity;
+    int64_t length; /* written by up_allocate_demand */
+    int32_t *data;
+} up_handles;
 
 typedef struct {
     int32_t code;   /* the code returned */
@@ -170,6 +187,11 @@ int up_allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t f
 
 /* Free every cell of each handle, all or nothing. O(count). */
 int up_free(up_grids *g, const int32_t *handles, int64_t count);
+
+/* The same three calls with fewer arguments. */
+int up_can_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags);
+int up_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags, up_handles *handles);
+int up_free_handles(up_grids *g, const up_handles *handles);
 
 /* Give each handle a cell of `kind`. flags as up_allocate. */
 int up_attach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind, uint32_t flags);

@@ -35,6 +35,7 @@ __all__ = [
 
 DUMP_SCHEMA_VERSION = 1
 _INT32_MAX = 2**31 - 1
+_FORBID_MOVES = int(lib.UP_FORBID_MOVES)
 _ZERO_POLICY = {"never": lib.UP_ZERO_NEVER, "dirty": lib.UP_ZERO_IF_DIRTY, "always": lib.UP_ZERO_ALWAYS}
 
 
@@ -48,7 +49,7 @@ class Handles:
     (3, 3, [5, 8])
     """
 
-    __slots__ = ("_length", "_pointer", "capacity")
+    __slots__ = ("_data", "_native", "capacity")
 
     def __init__(self, capacity: int) -> None:
         """Make an empty buffer for up to `capacity` handles.
@@ -58,8 +59,8 @@ class Handles:
         """
         if not isinstance(capacity, int) or not 0 <= capacity <= _INT32_MAX:
             raise InvalidArgumentError(f"capacity is {capacity!r}; it must be an integer from 0 to {_INT32_MAX}")
-        self._pointer: Any = ffi.new("int32_t[]", max(capacity, 1))
-        self._length = 0
+        self._data: Any = ffi.new("int32_t[]", max(capacity, 1))
+        self._native: Any = ffi.new("up_handles *", (capacity, 0, self._data))
         self.capacity = capacity
 
     @classmethod
@@ -71,25 +72,25 @@ class Handles:
         """
         view = _host_handles(values)
         made = cls(len(view))
-        made._length = len(view)
+        made._native.length = len(view)
         made.view[:] = view
         return made
 
     @property
     def view(self) -> memoryview:
         """`[len]` int32 over the same memory, writable."""
-        return memoryview(ffi.buffer(self._pointer, 4 * max(self._length, 1))).cast("B").cast("i")[: self._length]
+        return memoryview(ffi.buffer(self._data)).cast("B").cast("i")[: len(self)]
 
     def numpy(self) -> npt.NDArray[np.int32]:
         """`[len]` int32 array over the same memory."""
-        return np.frombuffer(self.view, np.int32) if self._length else np.empty(0, np.int32)
+        return np.frombuffer(self.view, np.int32) if len(self) else np.empty(0, np.int32)
 
     def tolist(self) -> list[int]:
         """Return the handles as Python integers."""
         return self.view.tolist()
 
     def __len__(self) -> int:
-        return self._length
+        return int(self._native.length)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.tolist())
@@ -105,7 +106,7 @@ class Handles:
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.view[:8]))
-        return f"Handles([{shown}{', ...' if self._length > 8 else ''}], capacity={self.capacity})"
+        return f"Handles([{shown}{', ...' if len(self) > 8 else ''}], capacity={self.capacity})"
 
 
 HandlesLike: TypeAlias = "Handles | Sequence[int] | npt.NDArray[np.integer[Any]] | memoryview | array[int]"
@@ -147,7 +148,7 @@ class Demand:
     Made by `Planner.demand`. Reuse it: a hot call takes it as it is, and `set` changes a count in place.
     """
 
-    __slots__ = ("_counts", "_items", "_length", "keys", "layout", "total")
+    __slots__ = ("_counts", "_items", "_native", "keys", "layout")
 
     def __init__(self, layout: Layout, demand: Mapping[str | tuple[str, ...], int]) -> None:
         """Compile `demand` (see `Planner.demand`)."""
@@ -155,10 +156,9 @@ class Demand:
             raise InvalidArgumentError(f"a demand is a mapping such as {{'full': 3, 'state': 1}}, not {demand!r}")
         self.layout = layout
         self.keys = tuple(demand)
-        self._length = len(demand)
-        self._items: Any = ffi.new("up_item[]", max(self._length, 1))
-        self._counts = [0] * self._length
-        self.total = 0
+        self._items: Any = ffi.new("up_item[]", max(len(demand), 1))
+        self._native: Any = ffi.new("up_demand *", (layout.digest(), 0, len(demand), self._items))
+        self._counts = [0] * len(demand)
         for index, (key, count) in enumerate(demand.items()):
             names = (key,) if isinstance(key, str) else tuple(key)
             if not names:
@@ -180,11 +180,16 @@ class Demand:
         if count < 0:
             self._items[index].count = self._counts[index]
             self._bad_count(index, count)
-        self.total += count - self._counts[index]
+        self._native.total += count - self._counts[index]
         self._counts[index] = count
 
     def _bad_count(self, index: int, count: object) -> NoReturn:
         raise InvalidArgumentError(f"count of {self.keys[index]!r} is {count!r}; it must be an integer of at least 0")
+
+    @property
+    def total(self) -> int:
+        """Handles that the demand is for."""
+        return int(self._native.total)
 
     def per_kind(self) -> list[int]:
         """Return the number of cells of each kind, by kind id."""
@@ -300,7 +305,11 @@ class Planner:
         self._grids: Any = ffi.gc(out[0], lib.up_destroy)
         self._pins: dict[int, Pin] = {}
         # Bound once: a module attribute costs as much as the C work of a one-page call.
-        self._allocate, self._free, self._can_allocate = lib.up_allocate, lib.up_free, lib.up_can_allocate
+        self._allocate, self._free, self._can_allocate = (
+            lib.up_allocate_demand,
+            lib.up_free_handles,
+            lib.up_can_allocate_demand,
+        )
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -353,30 +362,35 @@ class Planner:
         return Demand(self.layout, demand)
 
     def _compiled(self, demand: DemandLike) -> Demand:
-        if isinstance(demand, Demand):
-            if demand.layout != self.layout:
-                raise InvalidArgumentError(f"{demand!r} was compiled for another layout; use this planner's demand()")
-            return demand
-        return Demand(self.layout, demand)
+        return demand if isinstance(demand, Demand) else Demand(self.layout, demand)
 
-    def can_allocate(self, demand: DemandLike, *, moves: bool = True) -> bool:
+    def _own(self, demand: DemandLike) -> Demand:
+        """The demand, compiled, for calls that do not check its layout in C."""
+        compiled = self._compiled(demand)
+        if compiled.layout != self.layout:
+            self._raise(lib.UP_BAD_DEMAND, "this call", compiled)
+        return compiled
+
+    # Hot calls have positional defaults: keyword-only ones double what a call in Python costs.
+
+    def can_allocate(self, demand: DemandLike, moves: bool = True) -> bool:
         """Say whether `allocate(demand)` would succeed. Exact (I11). O(kinds + items).
 
         Args:
             demand: a mapping or a compiled `Demand`.
             moves: False asks whether it fits without moving a cell.
         """
-        if demand.__class__ is not Demand or demand.layout is not self.layout:
+        if demand.__class__ is not Demand:
             demand = self._compiled(demand)
-        code = self._can_allocate(self._grids, demand._items, demand._length, 0 if moves else lib.UP_FORBID_MOVES)
+        code = self._can_allocate(self._grids, demand._native, 0 if moves else _FORBID_MOVES)
         if code < 0:
             self._raise(code, "can_allocate", demand)
-        return bool(code)
+        return code == 1  # type: ignore[no-any-return]
 
     def shortfall(self, demand: DemandLike) -> int:
         """Return the bytes to free before `demand` fits; 0 when it fits. A lower bound while pins hold cells."""
-        compiled, out = self._compiled(demand), ffi.new("int64_t *")
-        code = lib.up_shortfall(self._grids, compiled._items, compiled._length, out)
+        compiled, out = self._own(demand), ffi.new("int64_t *")
+        code = lib.up_shortfall(self._grids, compiled._items, len(compiled.keys), out)
         if code != lib.UP_OK:
             self._raise(code, "shortfall", compiled)
         return int(out[0])
@@ -385,7 +399,6 @@ class Planner:
         self,
         demand: DemandLike,
         out: Handles | None = None,
-        *,
         moves: bool = True,
         overwrite: bool = False,
         pinned: bool = False,
@@ -409,18 +422,20 @@ class Planner:
 
         Complexity: O(cells) of the demand, plus O(windows / 64 + cells moved) for each window opened.
         """
-        if demand.__class__ is not Demand or demand.layout is not self.layout:
+        if demand.__class__ is not Demand:
             demand = self._compiled(demand)
         if out is None:
             out = Handles(demand.total)
         flags = 0 if moves and not pinned and not overwrite else _flags(moves, overwrite, pinned)
-        code = self._allocate(self._grids, demand._items, demand._length, flags, out._pointer, out.capacity)
+        code = self._allocate(self._grids, demand._native, flags, out._native)
         if code:
-            if demand.total > out.capacity:
-                raise InvalidArgumentError(f"out holds {out.capacity} handles; the demand is for {demand.total}")
-            self._raise(code, "allocate", demand)
-        out._length = demand.total
+            self._raise_for_allocate(code, "allocate", demand, out)
         return out
+
+    def _raise_for_allocate(self, code: int, what: str, demand: Demand, out: Handles) -> NoReturn:
+        if code == lib.UP_BAD_ARGUMENT and demand.total > out.capacity:
+            raise InvalidArgumentError(f"{what}: out holds {out.capacity} handles; the demand is for {demand.total}")
+        self._raise(code, what, demand)
 
     def free(self, handles: HandlesLike) -> None:
         """Free every cell of each handle, all or nothing. O(handles).
@@ -431,10 +446,10 @@ class Planner:
             ConcurrentCallError: another thread is inside this planner.
         """
         if handles.__class__ is Handles:
-            code = self._free(self._grids, handles._pointer, handles._length)
+            code = self._free(self._grids, handles._native)
         else:
             view = _host_handles(handles)
-            code = self._free(self._grids, ffi.from_buffer("int32_t[]", view), len(view))
+            code = lib.up_free(self._grids, ffi.from_buffer("int32_t[]", view), len(view))
         if code:
             self._raise(code, "free")
 
@@ -516,7 +531,7 @@ class Planner:
         Raises:
             CapacityError: the demand does not fit.
         """
-        compiled = self._compiled(demand)
+        compiled = self._own(demand)
         counts = compiled.per_kind()
         code = lib.up_reserve(self._grids, counts)
         if code:
@@ -534,7 +549,7 @@ class Planner:
             CapacityError: a reservation could not be kept any more.
         """
         kept = Handles.of(handles)
-        code = lib.up_pin(self._grids, kept._pointer, len(kept))
+        code = lib.up_pin(self._grids, kept._data, len(kept))
         if code:
             self._raise(code, f"pin for {reason}")
         made = Pin(self, kept, reason)
@@ -725,7 +740,7 @@ class Planner:
 
 def _flags(moves: bool, overwrite: bool, pinned: bool) -> int:
     return (
-        (0 if moves else int(lib.UP_FORBID_MOVES))
+        (0 if moves else _FORBID_MOVES)
         | (int(lib.UP_WILL_OVERWRITE) if overwrite else 0)
         | (int(lib.UP_WILL_PIN) if pinned else 0)
     )
@@ -777,17 +792,16 @@ class Reservation:
             ReservationError: more is asked than is left.
         """
         planner = self._planner
-        compiled = planner._compiled(self._demand if demand is None else demand)
+        compiled = planner._own(self._demand if demand is None else demand)
         counts = compiled.per_kind()
         if any(count > left for count, left in zip(counts, self._left, strict=True)):
             raise ReservationError(f"commit of {compiled!r}: the reservation has {self.left} left")
         if out is None:
             out = Handles(compiled.total)
         flags = _flags(True, overwrite, pinned) | int(lib.UP_FROM_RESERVATION)
-        code = lib.up_allocate(planner._grids, compiled._items, compiled._length, flags, out._pointer, out.capacity)
+        code = lib.up_allocate_demand(planner._grids, compiled._native, flags, out._native)
         if code:
-            planner._raise(code, "commit", compiled)
-        out._length = compiled.total
+            planner._raise_for_allocate(code, "commit", compiled, out)
         self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
         return out
 
@@ -829,7 +843,7 @@ class Pin:
         """
         if id(self) not in self._planner._pins:
             raise InvalidHandleError(f"pin for {self.reason!r} was released already")
-        code = lib.up_unpin(self._planner._grids, self.handles._pointer, len(self.handles))
+        code = lib.up_unpin(self._planner._grids, self.handles._data, len(self.handles))
         if code:
             self._planner._raise(code, "release")
         del self._planner._pins[id(self)]
