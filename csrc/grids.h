@@ -218,7 +218,9 @@ int up_next_open_cost(up_grids *g, int32_t kind, int64_t *bytes);
 int up_copy(up_grids *g, const int32_t *src, const int32_t *dst, int64_t count, int32_t kind);
 int up_zero(up_grids *g, const int32_t *handles, int64_t count, int32_t kind);
 
-/* Change the arena's size. Shrinking evacuates what lies past the new end. O(cells). */
+/* Change the arena's size, at most once a step. Shrinking moves what lies past the new end. Refused when that does not
+ * fit, and when a live cell straddles the new end and cannot be carried out while its bytes below are still held (in a
+ * full arena there is no room for such a swap). O(cells). */
 int up_resize(up_grids *g, int64_t arena_bytes);
 
 /* Move the cell of `handle` in `kind` to the available cell `cell` (tests, defragmenting by hand). */
