@@ -139,7 +139,9 @@ class Arena:
         found = self.layout.kind(kind)
         key = (found.name, layer, segment)
         if key not in self._views:
-            self._views[key] = self._strided(found, found.view_spec(layer, segment))
+            # Made inside inference mode, the cached view could never be written outside of it.
+            with torch.inference_mode(False):
+                self._views[key] = self._strided(found, found.view_spec(layer, segment))
         return self._views[key]
 
     @overload

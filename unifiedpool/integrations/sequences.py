@@ -150,7 +150,7 @@ class ForwardBatch(ABC):
             InvalidArgumentError: not positive, another number than before, or several tokens for unequal lengths.
             CapacityError: the arena has no room; nothing changed.
         """
-        if new_tokens == self.new_tokens:
+        if new_tokens == self.new_tokens > 0:
             return
         if new_tokens < 1 or self.new_tokens:
             raise InvalidArgumentError(f"{new_tokens} new tokens asked for, {self.new_tokens} expected in this forward")
@@ -488,29 +488,32 @@ class ArenaBatch(ForwardBatch):
             view.index_copy_(0, _index(self._slot_cells(kind), view.device), states)
         self._gathered.clear()
         for kind, window in self._window_of.items():
-            if window is None:
-                continue
-            page_size = self.layout.kind(kind).page_size
-            dropped: list[int] = []
-            for sequence, length in zip(self.sequences, self.lengths, strict=True):
-                run = sequence.pages.get(kind, PageRun())
-                keep = self.first_position(window, length + self.new_tokens) // page_size
-                count = min(max(0, keep - run.first), len(run.handles))
-                dropped.extend(handle for handle in run.handles[:count] if handle)
-                del run.handles[:count]
-                run.first += count
-            if dropped:
-                self.pool.planner.detach(dropped, kind)
+            if window is not None:
+                self._drop_passed_pages(kind, window)
+
+    def _drop_passed_pages(self, kind: str, window: int) -> None:
+        page_size = self.layout.kind(kind).page_size
+        passed: list[tuple[PageRun, int]] = []
+        for sequence, length in zip(self.sequences, self.lengths, strict=True):
+            run = sequence.pages.get(kind, PageRun())
+            keep = self.first_position(window, length + self.new_tokens) // page_size
+            passed.append((run, min(max(0, keep - run.first), len(run.handles))))
+        handles = [handle for run, count in passed for handle in run.handles[:count] if handle]
+        if handles:
+            self.pool.planner.detach(handles, kind)
+        for run, count in passed:
+            del run.handles[:count]
+            run.first += count
 
 
 def release(pool: PoolLike, sequence: ArenaSequence) -> None:
     """Give every cell of `sequence` back and make it empty."""
     handles = sequence.handles()
+    if handles:
+        pool.planner.free(handles)
     sequence.length = 0
     sequence.pages.clear()
     sequence.slots.clear()
-    if handles:
-        pool.planner.free(handles)
 
 
 def _missing_pages(sequence: ArenaSequence, kind: str, page_size: int, window: int | None, end: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """A transformers cache whose layers are views of an arena.
 
-    spec = ModelSpec.from_config(model.config, convention="transformers", dtype="bfloat16")
+    spec = ModelSpec.from_config(model.config, convention="transformers")
     pool = Pool(spec.layout(page_size=16), arena_bytes)
     with UnifiedCache(pool, model) as cache:
         model.generate(input_ids, cache=cache, position_ids=position_ids)
@@ -402,6 +402,14 @@ class UnifiedCache(Cache):  # type: ignore[misc]
             return self._length_of(layer_idx)
         self.flush()
         return self._length_of(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return how many rows a forward of `query_length` tokens attends to, and the position of the first."""
+        if not self._attending:
+            return self.get_seq_length() + query_length, 0  # asked for also by models that then attend to nothing
+        index = layer_idx if layer_idx in self._attending else min(self._attending)
+        length, first = self.layers[index].get_mask_sizes(query_length)
+        return int(length), int(first)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return the position of the next token."""
