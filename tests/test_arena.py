@@ -460,10 +460,12 @@ def test_apply_resize_keeps_content_on_both_sides(own: bool, with_fills: bool, s
         return handles
 
     take({"full": 10, "state": 2})
+    assert arena.view("full", 1, "key").shape[0] == small // layout.kind("full").stride_bytes
     planner.resize(large)
     take({"full": 30, "state": 8})
     model.check()
     assert arena.arena_bytes == large and arena.num_cells("state") == 40
+    assert arena.view("full", 1, "key").shape[0] == arena.num_cells("full") == large // layout.kind("full").stride_bytes
     kept = {handle for handle, _ in list(model.content)[::5]}
     planner.free([handle for handle, _ in model.content if handle not in kept])
     model.content = {item: content for item, content in model.content.items() if item[0] in kept}

@@ -127,9 +127,11 @@ def test_view_spec_hnd_puts_heads_before_tokens() -> None:
 
 
 def test_view_spec_token_major_pads_the_row_not_the_end() -> None:
-    # 13 heads make an odd row; the state asks for a chain.
-    layout = Layout.build([page_kind(heads=13, order="token"), replace(state_kind(), name="state")])
+    # A state that must not be padded makes the page pay.
+    state = Kind("state", (Segment("temporal", (0,), (9 * 199_680 + 4096,), "uint8", "slot"),))
+    layout = Layout.build([page_kind(heads=13, order="token", page_size=64), state], weights={"state": 1000.0})
     kind = layout.kind("full")
+    assert kind.bare_bytes == 199_680 < kind.stride_bytes
     assert kind.row_bytes * kind.page_size == kind.stride_bytes
     assert kind.row_bytes % 16 == 0
     assert kind.view_spec(3, "key").strides_bytes[0] == kind.row_bytes
@@ -140,6 +142,19 @@ def test_view_spec_head_major_keeps_each_head_contiguous() -> None:
     part = kind.envelope_bytes_per_head
     assert kind.view_spec(1, "key").strides_bytes == (48, part, 2)
     assert part == 3 * 16 * (48 + 32)
+
+
+@pytest.mark.parametrize("order", ["page", "token", "head"])
+def test_view_spec_wider_alignment_holds_for_every_token_and_head(order: str) -> None:
+    segments = (
+        Segment("scale", (0, 1), (3, 8), "uint8", "token"),
+        Segment("key", (0, 1), (3, 24), "bfloat16", "token", alignment=64),
+    )
+    kind = Layout.build([Kind("full", segments, page_size=4, order=order)]).kinds[0]  # type: ignore[arg-type]
+    for layer in (0, 1):
+        spec = kind.view_spec(layer, "key")
+        far = {"page": (), "token": spec.strides_bytes[:1], "head": spec.strides_bytes[1:2]}[order]
+        assert all(start % 64 == 0 for start in (spec.offset_bytes, *far))
 
 
 def test_view_spec_grouped_states_put_all_convs_before_the_temporal_states() -> None:

@@ -278,9 +278,9 @@ class Kind:
 
     @property
     def granule_bytes(self) -> int:
-        """The stride is a multiple of this: 256 B, and for token-major also page_size rows of 16 B each."""
+        """The stride is a multiple of this: 256 B, and for token-major also page_size aligned rows."""
         if self.order == "token":
-            return math.lcm(STRIDE_GRANULE, ROW_ALIGNMENT * self.page_size)
+            return math.lcm(STRIDE_GRANULE, self._alignment * self.page_size)
         return STRIDE_GRANULE
 
     @property
@@ -288,9 +288,9 @@ class Kind:
         """Bytes of one cell with rows and blocks aligned, a multiple of `granule_bytes`: the least stride."""
         end = max((place.offset_bytes + place.block_bytes for place in self._places()), default=0)
         if self.order == "token":
-            end = self.page_size * end
+            end = self.page_size * _round_up(end, self._alignment)
         elif self.order == "head":
-            end = self.segments[0].shape[0] * end
+            end = self.segments[0].shape[0] * self.envelope_bytes_per_head
         return _round_up(end, self.granule_bytes)
 
     @property
@@ -309,6 +309,10 @@ class Kind:
         return self.padding_bytes / self.bare_bytes
 
     # -- byte map ------------------------------------------------------------------------------------------------
+
+    @property
+    def _alignment(self) -> int:
+        return max(segment.alignment for segment in self.segments)
 
     def _places(self) -> Iterator[_Place]:
         """Each (segment, layer) with its offset and extent: in the cell, in the token row, or in one head's part."""
@@ -381,7 +385,7 @@ class Kind:
         """Bytes from one head to the next in head-major order; 0 in other orders."""
         if self.order != "head":
             return 0
-        return max(place.offset_bytes + place.block_bytes for place in self._places())
+        return _round_up(max(place.offset_bytes + place.block_bytes for place in self._places()), self._alignment)
 
     def segment(self, name: str, layer: int | None = None) -> Segment:
         """Return the segment called `name` (of `layer`, where a name comes twice).
