@@ -154,18 +154,29 @@ static int64_t batch_size(random_source *r, int64_t most) {
 
 /* ---- the canaries: lies between the core and the fuzzer ---- */
 
-static int call_can_allocate(up_grids *g, const up_item *items, int32_t n, uint32_t flags) {
-    if (UP_CANARY == CANARY_ONE_TOO_MANY && n > 0 && items[0].count > 0) {
-        up_item fewer[8];
-        memcpy(fewer, items, sizeof *items * (size_t)n);
-        fewer[0].count--;
-        return up_can_allocate(g, fewer, n, flags);
-    }
-    return up_can_allocate(g, items, n, flags);
+static uint64_t layout_digest; /* of the episode */
+
+static up_demand as_demand(const up_item *items, int32_t n) {
+    up_demand demand = {layout_digest, 0, n, (up_item *)(uintptr_t)items};
+    for (int32_t i = 0; i < n; i++) demand.total += items[i].count;
+    return demand;
 }
 
-static int call_allocate(up_grids *g, const up_item *items, int32_t n, uint32_t flags, int32_t *handles, int64_t room) {
-    int code = up_allocate(g, items, n, flags, handles, room);
+/* `whole` calls the forms that take their arguments as one struct. */
+static int call_can_allocate(up_grids *g, const up_item *items, int32_t n, uint32_t flags, int whole) {
+    up_item fewer[8];
+    memcpy(fewer, items, sizeof *items * (size_t)n);
+    if (UP_CANARY == CANARY_ONE_TOO_MANY && n > 0 && items[0].count > 0) fewer[0].count--;
+    up_demand demand = as_demand(fewer, n);
+    return whole ? up_can_allocate_demand(g, &demand, flags) : up_can_allocate(g, fewer, n, flags);
+}
+
+static int call_allocate(up_grids *g, const up_item *items, int32_t n, uint32_t flags, int32_t *handles, int64_t room,
+                         int whole) {
+    up_demand demand = as_demand(items, n);
+    up_handles out = {room, -1, handles};
+    int code = whole ? up_allocate_demand(g, &demand, flags, &out) : up_allocate(g, items, n, flags, handles, room);
+    if (whole && code == UP_OK && out.length != demand.total) fail("up_allocate_demand wrote length %ld", (long)out.length);
     if (UP_CANARY == CANARY_REFUSAL_CHANGES && code == UP_NO_CAPACITY) {
         up_item one = {1, 1};
         int32_t handle;
@@ -211,10 +222,10 @@ static void start_episode(context *x, uint64_t seed) {
     up_error error;
 
     memset(m, 0, sizeof *m);
-    r->state = seed;
+    r->state = layout_digest = seed;
     m->num_kinds = percent(r, 15) ? 1 : percent(r, 45) ? 2 : percent(r, 60) ? 3 : (int)between(r, 4, UP_MAX_KINDS);
     m->granule_bytes = granule_bytes[below(r, 10)];
-    int64_t most = percent(r, 60) ? 200 : percent(r, 85) ? 700 : percent(r, 70) ? 2000 : MAX_GRANULES - 200;
+    int64_t most = percent(r, 50) ? 80 : percent(r, 60) ? 300 : percent(r, 85) ? 1200 : MAX_GRANULES - 200;
     int64_t granules = between(r, percent(r, 90) ? most / 4 : 1, most), per_cell = 1;
     for (int k = m->num_kinds - 1; k >= 0; k--) {
         int64_t ratio = draw_ratio(r);
@@ -419,7 +430,7 @@ static void seal(context *x) {
             memset(written_in, 0, sizeof written_in);
             memset(read_in, 0, sizeof read_in);
         }
-        if (x->applies_bytes) {
+        if (x->applies_bytes && !UP_CANARY) {
             if (up_apply((uint8_t *)x->bytes, sizeof x->bytes, data, size) != UP_PLAN_OK) fail("up_apply refused the plan");
             if (memcmp(x->bytes, m->memory, sizeof(uint32_t) * (size_t)m->granules) != 0) fail("up_apply wrote other bytes");
         }
@@ -450,7 +461,7 @@ static void seal(context *x) {
                 m->memory[g] = x->bytes[g] = m->content[k][h];
         }
     }
-    for (int64_t g = m->granules; g <= MAX_GRANULES; g++) m->memory[g] = x->bytes[g] = GARBAGE; /* cut off by a resize */
+    for (int64_t g = m->granules; x->resized && g <= MAX_GRANULES; g++) m->memory[g] = x->bytes[g] = GARBAGE; /* cut off by a resize */
     x->before.unsealed_operations = x->resized = 0;
 }
 
@@ -542,7 +553,7 @@ static void allocate(context *x, int commits) {
     say(" flags %x: fits %d unmoved %d\n", flags, fits, fits_unmoved);
     if (total > MAX_HANDLES) return;
 
-    int answer = call_can_allocate(x->grids, items, num_items, flags);
+    int answer = call_can_allocate(x->grids, items, num_items, flags, percent(r, 50));
     if (answer != expected) fail("up_can_allocate says %d, the formula %d", answer, expected);
     int64_t shortfall = -1;
     if (!commits && (up_shortfall(x->grids, items, num_items, &shortfall) != UP_OK || (shortfall == 0) != fits))
@@ -550,7 +561,7 @@ static void allocate(context *x, int commits) {
     uint64_t digest, digest_after;
     up_digest(x->grids, &digest);
     memcpy(was_taken, m->is_taken, (size_t)m->granules + 1);
-    int code = call_allocate(x->grids, items, num_items, flags, x->handles, MAX_HANDLES);
+    int code = call_allocate(x->grids, items, num_items, flags, x->handles, MAX_HANDLES, percent(r, 50));
     if (code != (expected ? UP_OK : UP_NO_CAPACITY)) fail("up_allocate returned %d, the formula %d (I11)", code, expected);
     if (!expected) {
         up_digest(x->grids, &digest_after);
@@ -580,7 +591,9 @@ static void free_batch(context *x) {
     int kind = percent(&x->random, 60) ? (int)below(&x->random, m->num_kinds) : -1;
     int64_t count = draw_batch(x, kind, 1, 0, batch_size(&x->random, m->num_live));
     say("%ld handles\n", (long)count);
-    if (up_free(x->grids, x->handles, count) != UP_OK) fail("up_free refused: %d", up_last_error(x->grids)->code);
+    up_handles batch = {count, count, x->handles};
+    int code = percent(&x->random, 50) ? up_free(x->grids, x->handles, count) : up_free_handles(x->grids, &batch);
+    if (code != UP_OK) fail("up_free refused: %d", up_last_error(x->grids)->code);
     for (int64_t i = 0; i < count; i++) model_drop_handle(m, x->handles[i]);
     follow_moves(x, MOVES_NONE, 0);
 }
@@ -731,17 +744,20 @@ static void relocate(context *x) {
 
 static void resize(context *x) {
     map_model *m = &x->model;
-    int64_t none[UP_MAX_KINDS] = {0}, old_bytes = m->arena_bytes, granules = m->granules, is_cut = 0;
+    int64_t none[UP_MAX_KINDS] = {0}, old_bytes = m->arena_bytes, granules = m->granules;
+    int is_cut = 0, is_straddled = 0; /* a pinned cell ends past the new end; a live one also begins before it */
     int64_t to = percent(&x->random, 50) ? between(&x->random, granules * 3 / 4, granules + 2)
                                          : between(&x->random, 1, 2 * granules);
     if (to > MAX_GRANULES - 200) to = MAX_GRANULES - 200;
     int64_t bytes = to * m->granule_bytes + below(&x->random, m->granule_bytes);
     int fits = bytes >= m->reserved_bytes;
     for (int32_t i = 0; i < m->num_live; i++)
-        for (int k = 0; k < m->num_kinds; k++)
-            is_cut |= m->pins[m->live_handles[i]] > 0 &&
-                      ((int64_t)m->cell[k][m->live_handles[i]] + 1) * m->stride_bytes[k] > bytes;
-    say("%ld to %ld bytes, cuts a pin %d\n", (long)old_bytes, (long)bytes, (int)is_cut);
+        for (int k = 0; k < m->num_kinds; k++) {
+            int64_t start = m->cell[k][m->live_handles[i]] * m->stride_bytes[k], end = start + m->stride_bytes[k];
+            is_cut |= m->pins[m->live_handles[i]] > 0 && end > bytes;
+            is_straddled |= start >= 0 && start < bytes && end > bytes;
+        }
+    say("%ld to %ld bytes, cuts a pin %d, straddled %d\n", (long)old_bytes, (long)bytes, is_cut, is_straddled);
     /* The formula in the new arena: pin-free cells there, the same live cells. */
     for (int k = 0; k < m->num_kinds; k++) {
         int64_t n = m->per_cell[k], first_free = (m->reserved_bytes + m->stride_bytes[k] - 1) / m->stride_bytes[k];
@@ -755,8 +771,13 @@ static void resize(context *x) {
     int code = up_resize(x->grids, bytes);
     if (x->resized && bytes != old_bytes) { /* one resize a step */
         if (code != UP_BAD_ARGUMENT) fail("a second resize in one step returned %d", code);
-    } else if (code == UP_OK ? !fits || is_cut : code == UP_PINNED ? !is_cut : code == UP_NO_CAPACITY ? fits : code != UP_BAD_ARGUMENT || bytes >= m->reserved_bytes + m->granule_bytes)
-        fail("up_resize returned %d, the formula %d, a pin cut off %d", code, fits, (int)is_cut);
+    } else {
+        int is_right = code == UP_OK            ? fits && !is_cut
+                       : code == UP_PINNED      ? is_cut
+                       : code == UP_NO_CAPACITY ? !fits || is_straddled
+                                                : bytes < m->reserved_bytes;
+        if (!is_right) fail("up_resize returned %d, the formula %d, cut %d, straddled %d", code, fits, is_cut, is_straddled);
+    }
     if (code != UP_OK) {
         follow_moves(x, MOVES_NONE, 0);
         return;
@@ -794,7 +815,7 @@ static void bad_call(context *x) {
     random_source *r = &x->random;
     up_grids *g = x->grids;
     int kind = (int)below(r, m->num_kinds), bad_kind = percent(r, 50) ? m->num_kinds : percent(r, 50) ? -1 : INT32_MAX;
-    int expected = UP_BAD_ARGUMENT, code = 0, bad_code, which = (int)below(r, 24);
+    int expected = UP_BAD_ARGUMENT, code = 0, bad_code, which = (int)below(r, 26);
     int64_t count, ignored, counts[UP_MAX_KINDS] = {0};
     uint64_t digest, digest_after;
     up_digest(g, &digest);
@@ -873,7 +894,15 @@ static void bad_call(context *x) {
         expected = UP_NOT_RESERVED;
         code = up_unreserve(g, counts);
         break;
-    case 20: /* more than was promised */
+    case 20: { /* another layout's demand */
+        up_demand demand = as_demand(&item, 1);
+        up_handles out = {MAX_HANDLES, 0, handles};
+        demand.layout_digest++;
+        expected = UP_BAD_DEMAND;
+        code = percent(r, 50) ? up_can_allocate_demand(g, &demand, 0) : up_allocate_demand(g, &demand, 0, &out);
+        break;
+    }
+    case 24: /* more than was promised */
         if (m->reserved[kind] >= INT32_MAX) return;
         item.count = (int32_t)m->reserved[kind] + 1;
         expected = UP_NOT_RESERVED;
@@ -940,7 +969,8 @@ static void run_operation(context *x, int op) {
     }
 }
 
-/* Run the kept operations of one episode; keep NULL: all. Returns the final digest. */
+/* Run the kept operations of one episode; keep NULL: all. Returns the final digest. Big arenas get short episodes and
+ * fewer slow checks, so that an operation costs about the same everywhere. */
 static uint64_t run_episode(uint64_t seed, int64_t episode, int64_t operations, const uint8_t *keep) {
     static context *x;
     uint64_t start = mix(seed, (uint64_t)episode), digest = 0;
@@ -951,6 +981,8 @@ static uint64_t run_episode(uint64_t seed, int64_t episode, int64_t operations, 
     x->num_fresh = x->user_zeroes = 0;
     start_episode(x, start);
     for (int op = 0; op < NUM_OPS; op++) total += x->weights[op];
+    int64_t period = check_every * (1 + x->model.granules / 128), most = 40 + 400000 / (x->model.granules + 40);
+    if (operations > most) operations = most;
     for (int64_t i = 0; i < operations; i++) {
         shared->operation = i;
         if (keep && !keep[i]) continue;
@@ -962,10 +994,8 @@ static uint64_t run_episode(uint64_t seed, int64_t episode, int64_t operations, 
         run_operation(x, op);
         if (!model_recount(&x->model, x->model.arena_bytes)) fail("live cells overlap or lie outside (I1)");
         if (x->seals_each || op == OP_SEAL) seal(x);
-        if (i % check_every == 0 || i == operations - 1) {
-            compare_stats(x);
-            compare_everything(x);
-        }
+        compare_stats(x);
+        if (i % period == 0 || i == operations - 1) compare_everything(x);
     }
     seal(x);
     up_digest(x->grids, &digest);
@@ -1040,7 +1070,7 @@ int main(int argc, char **argv) {
         for (; done < operations; episodes++) {
             int64_t length = episode_length(seed, episodes);
             digest = mix(digest, run_episode(seed, episodes, length, NULL));
-            done += length;
+            done += shared->operation + 1;
         }
         if (!quiet)
             printf("seed %lu: %ld operations in %ld episodes agree with the model, digest %016lx\n", (unsigned long)seed,
