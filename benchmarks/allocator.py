@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 from sortedcontainers import SortedDict
-from unifiedpool._native import lib
 
 from harness import Options, Report, Timing, measure, options, summary
 from unifiedpool import Handles, Layout, Planner
+from unifiedpool._native import lib
 
 __all__ = ["main"]
 
@@ -94,8 +94,8 @@ def fragmented(pages: int, window_pages: int, rng: np.random.Generator, *, live:
     """Return a planner whose live pages lie scattered at random over the whole arena."""
     layout = Layout.simple({"state": window_pages * PAGE_BYTES, "full": PAGE_BYTES})
     planner = Planner(layout, pages * PAGE_BYTES)
-    placeable = planner.stats().kind("full").placeable
-    handles = np.array(planner.allocate({"full": placeable}).view, dtype=np.int32)
+    placeable = planner.stats().kinds["full"].placeable
+    handles = planner.allocate({"full": placeable}).numpy()
     planner.free(rng.permutation(handles)[: int(placeable * (1 - live))])
     planner.seal()
     return planner
