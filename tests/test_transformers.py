@@ -435,6 +435,38 @@ def test_cache_arena_too_small_raises_and_gives_back() -> None:
     assert pool.planner.stats().live_handles == 0
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gemma3"])
+def test_cache_refused_forward_changes_nothing(name: str) -> None:
+    model = tiny_models.build(name, torch.float32)
+    expected_tokens, expected_logits = reference(name, torch.float32, CHUNKS[1], 1)
+    pool = make_pool(model)
+    refusals = 0
+
+    @torch.inference_mode()
+    def forward(cache: Any, fed: torch.Tensor, position: int) -> torch.Tensor:
+        nonlocal refusals
+        position_ids = torch.arange(position, position + fed.shape[1])[None]
+        hoard = [
+            pool.planner.allocate({kind: 1}) for kind in pool.layout.names for _ in cells_in_free_extents(pool, kind)
+        ]
+        try:
+            return model(fed, cache=cache, position_ids=position_ids).logits
+        except CapacityError:
+            refusals += 1
+        finally:
+            for handles in hoard:
+                pool.planner.free(handles)
+        return model(fed, cache=cache, position_ids=position_ids).logits
+
+    logits, position = [], 0
+    with UnifiedCache(pool, model) as cache:
+        for fed in (*prompt().split(CHUNKS[1], 1), *expected_tokens.split(1, 1)):
+            logits.append(forward(cache, fed, position))
+            position += fed.shape[1]
+    assert torch.equal(torch.cat(logits, 1), expected_logits)
+    assert refusals >= 3  # the first chunk and two new pages at least
+
+
 def test_cache_other_number_of_rows_raises() -> None:
     model = tiny_models.build("gemma3", torch.float32)
     with UnifiedCache(make_pool(model), model) as cache:

@@ -124,6 +124,7 @@ class ForwardBatch(ABC):
         self.sequences = list(sequences)
         self.lengths = [int(sequence.length) for sequence in self.sequences]
         self.new_tokens = 0
+        self._has_attended = False
         if not self.sequences:
             raise InvalidArgumentError("a batch needs at least one sequence")
         if 0 in self.lengths and any(self.lengths):
@@ -144,15 +145,17 @@ class ForwardBatch(ABC):
         return [length + self.new_tokens - self.first_position(window, length) for length in self.lengths]
 
     def grow(self, new_tokens: int) -> None:
-        """Make room for the tokens of this forward, all or nothing. A second call with the same number is free.
+        """Make room for the tokens of this forward, all or nothing.
+
+        May be called again: with the same number it is free, with a larger one it adds to it until the first `attend`.
 
         Raises:
-            InvalidArgumentError: not positive, another number than before, or several tokens for unequal lengths.
+            InvalidArgumentError: not positive, fewer than before, or several tokens for rows of unequal lengths.
             CapacityError: the arena has no room; nothing changed.
         """
         if new_tokens == self.new_tokens > 0:
             return
-        if new_tokens < 1 or self.new_tokens:
+        if new_tokens < max(1, self.new_tokens) or self._has_attended:
             raise InvalidArgumentError(f"{new_tokens} new tokens asked for, {self.new_tokens} expected in this forward")
         if new_tokens > 1 and self.is_ragged:
             raise InvalidArgumentError(
@@ -263,7 +266,6 @@ class ArenaBatch(ForwardBatch):
                 self._kind_of[layer, kind.page_size > 0] = kind.name
         self._access: dict[tuple[str, int | None], _Access] = {}
         self._gathered: dict[tuple[int, str], Tensor] = {}
-        self._is_applied = False
 
     # -- cells ---------------------------------------------------------------------------------------------------
 
@@ -288,12 +290,7 @@ class ArenaBatch(ForwardBatch):
         windows = {name: window for name, window in self._window_of.items() if window is not None}
         lacking = [self.demand(self.layout, windows, sequence, new_tokens) for sequence in self.sequences]
         self._take(lacking, new_tokens)
-        self._apply()
-
-    def _apply(self) -> None:
-        """Apply what was planned, so that the bytes lie where the host's tables say."""
         self.pool.step()
-        self._is_applied = True
 
     def _take(self, lacking: Sequence[Mapping[str, int]], new_tokens: int) -> None:
         totals: dict[str, int] = {}
@@ -409,6 +406,7 @@ class ArenaBatch(ForwardBatch):
                 f"keys of layer {layer} are {tuple(keys.shape)}; expected {len(self.sequences)} rows of "
                 f"{self.new_tokens} tokens"
             )
+        self._has_attended = True
         window = self.windows.get(layer)
         if (kind, window) not in self._access:
             self._access[kind, window] = self._plan_access(kind, window, keys.device)
@@ -451,10 +449,7 @@ class ArenaBatch(ForwardBatch):
 
     def _slot_cells(self, kind: str) -> Any:
         if not all(sequence.slots.get(kind) for sequence in self.sequences):
-            self._take([{} if sequence.slots.get(kind) else {kind: 1} for sequence in self.sequences], 0)
-            self._apply()
-        if not self._is_applied:
-            self._apply()
+            raise InvalidArgumentError(f"a row has no slot in kind {kind!r} yet; call grow() first")
         return self._cells(kind, [sequence.slots[kind] for sequence in self.sequences])
 
     def state(self, layer: int, name: str) -> Tensor | None:
@@ -482,7 +477,7 @@ class ArenaBatch(ForwardBatch):
 
     def _finish(self) -> None:
         if self._gathered:
-            self._apply()
+            self.pool.step()  # bytes lie where the host's tables say only when everything planned is applied
         for (layer, name), states in self._gathered.items():
             kind, view = self._slot_view(layer, name)
             view.index_copy_(0, _index(self._slot_cells(kind), view.device), states)
@@ -537,6 +532,7 @@ class PlainBatch(ForwardBatch):
         pass
 
     def attend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._has_attended = True
         return (
             self._attend_one(layer, [sequence.keys for sequence in self.sequences], keys),
             self._attend_one(layer, [sequence.values for sequence in self.sequences], values),

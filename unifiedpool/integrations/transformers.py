@@ -314,15 +314,22 @@ class UnifiedCache(Cache):  # type: ignore[misc]
             )
         return self._batch
 
-    def _enter(self, layer: int, called: set[int]) -> None:
-        """Note a layer's call; one that comes twice begins the next forward."""
+    def _begin(self, layer: int, called: set[int], rows: int, tokens: int) -> ForwardBatch:
+        """Enter a layer: close the last forward if this one begins the next, and make room for its tokens.
+
+        The first layer of a forward makes the room for all of them, before anything is written: a forward that is
+        refused has changed nothing.
+        """
         if layer in called:
             if not self._is_complete:
                 raise InvalidArgumentError(
                     f"layer {layer} was called twice in one forward; if a forward was interrupted, reset() the cache"
                 )
             self.flush()
+        batch = self._open(rows)
+        batch.grow(tokens)
         called.add(layer)
+        return batch
 
     def flush(self) -> None:
         """Close the last forward: write gathered states back, advance `sequences`, drop pages out of the window.
@@ -332,23 +339,19 @@ class UnifiedCache(Cache):  # type: ignore[misc]
         """
         if self._batch is None or not self._is_complete or not (self._attended or self._convolved):
             return
-        if not self._batch.new_tokens:
-            self._batch.grow(1)  # a model without attention never said so: only a single token passes no inputs
         self._batch.finish()
         self._batch = None
         self._attended.clear()
         self._convolved.clear()
 
     def _attend(self, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
-        self._enter(layer, self._attended)
-        batch = self._open(keys.shape[0])
-        batch.grow(keys.shape[2])
-        return batch.attend(layer, keys, values)
+        return self._begin(layer, self._attended, keys.shape[0], keys.shape[2]).attend(layer, keys, values)
 
     def _extend_conv(self, layer: int, inputs: Any, kernel_size: int | None) -> Any:
-        self._enter_state(layer)
+        # Never the first call of a forward: the layer asked for its window before, and that call closed the last one.
         batch = self._open(inputs.shape[0])
         batch.grow(inputs.shape[-1])
+        self._convolved.add(layer)
         window = batch.state(layer, "conv")
         width = int(kernel_size or inputs.shape[-1])
         if window is not None:
@@ -363,29 +366,28 @@ class UnifiedCache(Cache):  # type: ignore[misc]
     def _set_recurrent(self, layer: int, value: Any) -> Any:
         return self._open(value.shape[0]).set_state(layer, "temporal", value)
 
-    def _enter_state(self, layer: int) -> None:
-        # get_conv_state and update_conv_state both come in a forward of several tokens, in this order.
-        if layer not in self._convolved:
-            self._enter(layer, self._convolved)
-
     def _state(self, layer: int, name: str) -> Any:
-        if layer not in self._stateful:
-            raise InvalidArgumentError(f"layer {layer} keeps no state; layers {sorted(self._stateful)} do")
-        if self._batch is None and not self.sequences:
-            return None
-        return self._open(len(self.sequences)).state(layer, name)
+        return self._open(len(self.sequences)).state(layer, name) if self.sequences else None
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """Return the convolution windows `[batch, channels, kernel]`, to be changed in place, or None."""
-        if layer_idx in self._stateful and layer_idx in self._convolved and self._is_complete:
-            self.flush()
-        if layer_idx in self._stateful:
-            self._enter_state(layer_idx)
+        self._check_stateful(layer_idx)
+        if not self.sequences:
+            return None
+        if layer_idx not in self._convolved or self._is_complete:
+            # A single token is not announced: it changes the window in place. More are added in _extend_conv.
+            known = 1 if self._batch is None or self._is_complete else max(1, self._batch.new_tokens)
+            self._begin(layer_idx, self._convolved, len(self.sequences), known)
         return self._state(layer_idx, "conv")
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Any:
         """Return the recurrent states `[batch, *shape]`, to be changed in place, or None."""
+        self._check_stateful(layer_idx)
         return self._state(layer_idx, "temporal")
+
+    def _check_stateful(self, layer: int) -> None:
+        if layer not in self._stateful:
+            raise InvalidArgumentError(f"layer {layer} keeps no state; layers {sorted(self._stateful)} do")
 
     # -- the rest of the interface -------------------------------------------------------------------------------
 
@@ -420,10 +422,10 @@ class UnifiedCache(Cache):  # type: ignore[misc]
         self._batch = None
         self._attended.clear()
         self._convolved.clear()
-        for sequence in self.sequences:
-            if isinstance(sequence, ArenaSequence):
+        sequences, self.sequences = self.sequences, []
+        if self._pool is not None:
+            for sequence in sequences:
                 release(self._pool, sequence)
-        self.sequences = []
 
     def close(self) -> None:
         """Give every cell back. The same as `reset`."""
