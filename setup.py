@@ -27,4 +27,9 @@ class BuildNative(build_ext):
             raise CompileError(f"{error}\nThe C core did not compile; the compiler says why above. {NEEDS}") from error
 
 
-setup(cffi_modules=["csrc/build_native.py:ffibuilder"], cmdclass={"build_ext": BuildNative})
+setup(
+    cffi_modules=["csrc/build_native.py:ffibuilder"],
+    cmdclass={"build_ext": BuildNative},
+    # cffi builds the extension against the limited API; this gives the wheel the tag that says so.
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

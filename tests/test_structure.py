@@ -19,7 +19,8 @@ PACKAGE = ROOT / "unifiedpool"
 # A module may import those of the lines above its own, and of its own line only within one package.
 LEVELS = (
     ("errors",),
-    ("_up_native", "_native"),
+    ("_up_native",),
+    ("_native",),
     ("kernels",),
     ("layout",),
     ("model_spec",),
