@@ -325,7 +325,7 @@ class Engine:
         demand = self.scheduler.peak_demand(request)
         planner = self.pool.planner
         if isinstance(planner, StaticPlanner):
-            short = planner.empty_shortfall(demand)
+            short = planner.empty_shortfall(planner.demand(dict(demand.items())))
         else:
             short = empty_shortfall(planner.layout, planner.arena_bytes, demand)
         if short:

@@ -41,7 +41,9 @@ class Geometry:
         windows = dict(windows or {})
         for name, window in windows.items():
             if name not in pages:
-                raise InvalidArgumentError(f"window given for kind {name!r}; page kinds of this layout: {sorted(pages)}")
+                raise InvalidArgumentError(
+                    f"window given for kind {name!r}; page kinds of this layout: {sorted(pages)}"
+                )
             if window < 1:
                 raise InvalidArgumentError(f"window of kind {name!r} is {window} tokens; it must be at least 1")
         return cls(pages, windows, tuple(name for name in layout.names if name not in pages))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from unifiedpool.errors import InvalidArgumentError
 from unifiedpool.integrations.sequences import ArenaSequence
+from unifiedpool.planner import Reservation
 
-__all__ = ["Request", "ReservationLike", "SamplingParams", "Status", "TokenEvent"]
+__all__ = ["Request", "SamplingParams", "Status", "TokenEvent"]
 
 
 class Status(enum.Enum):
@@ -65,14 +65,6 @@ class TokenEvent:
     finished: bool
 
 
-class ReservationLike(Protocol):
-    """The two calls of a planner's reservation that the scheduler makes."""
-
-    def commit(self, demand: dict[str, int] | None = None) -> Sequence[int]: ...
-
-    def cancel(self) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """A request inside the engine.
@@ -93,7 +85,7 @@ class Request:
     prefill_target: int = 0
     spare: dict[str, list[int]] = field(default_factory=dict)
     promised: dict[str, int] = field(default_factory=dict)
-    reservation: ReservationLike | None = None
+    reservation: Reservation | None = None
     retractions: int = 0
 
     @property

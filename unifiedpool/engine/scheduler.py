@@ -6,7 +6,7 @@ Rules, in this order, once per step:
    youngest running request is retracted: all its cells go back, it waits at its old place in the queue, and later
    recomputes its tokens.
 2. If nobody was retracted, requests are admitted in order of arrival. Admission reserves, as one joint demand, the
-   slots, every page of the prompt and ``headroom`` further tokens, so a prefill never stops half-way for want of memory.
+   slots, every page of the prompt and ``headroom`` further tokens, so no prefill stops half-way for want of room.
    Nobody overtakes the head of the queue.
 
 No livelock: submit refuses what cannot run alone, the oldest request is the last to be retracted, so it always
@@ -16,28 +16,17 @@ advances; and because nobody overtakes, what the others free reaches the head of
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from unifiedpool.engine.geometry import Geometry
-from unifiedpool.engine.request import Request, ReservationLike, Status
+from unifiedpool.engine.request import Request, Status
 from unifiedpool.errors import CapacityError, ReservationError
 from unifiedpool.integrations.sequences import ArenaSequence, PageRun
+from unifiedpool.planner import Demand, Planner
 
-__all__ = ["Chunk", "PlannerLike", "Scheduler", "StepWork"]
-
-
-class PlannerLike(Protocol):
-    """The planner calls that scheduling needs; `Planner`, `Pool` and `StaticPool` all have them."""
-
-    def can_allocate(self, demand: Mapping[str, int]) -> bool: ...
-
-    def allocate(self, demand: Mapping[str, int]) -> Sequence[int]: ...
-
-    def reserve(self, demand: Mapping[str, int]) -> ReservationLike: ...
-
-    def free(self, handles: Sequence[int]) -> None: ...
+__all__ = ["Chunk", "Scheduler", "StepWork"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +61,15 @@ class Scheduler:
         geometry: cells per kind as a function of the tokens.
         chunk_tokens: most tokens of one prefill forward. Chunks are cut at multiples of it, whatever else runs, so
             a request is computed in the same pieces under every pool.
-        prefill_tokens: prefill tokens of one step, over all requests, one chunk each; the chunk that crosses it still runs.
+        prefill_tokens: prefill tokens of one step, over all requests, one chunk each; the chunk that crosses it still
+            runs.
         max_running: most requests that hold memory at once.
         headroom: output tokens that admission reserves room for beyond the prompt.
     """
 
     def __init__(
         self,
-        planner: PlannerLike,
+        planner: Planner,
         geometry: Geometry,
         *,
         chunk_tokens: int,
@@ -95,6 +85,7 @@ class Scheduler:
         self.headroom = headroom
         self.waiting: list[Request] = []  # by request id, which is the order of arrival
         self.running: list[Request] = []  # likewise
+        self._demand = planner.demand(dict.fromkeys(planner.layout.names, 0))
 
     def peak_demand(self, request: Request) -> dict[str, int]:
         """Return the most cells that the request will ever hold at once (its last token is never cached)."""
@@ -159,9 +150,9 @@ class Scheduler:
             target = request.num_tokens
             most = len(request.prompt) + request.max_new_tokens - 1
             demand = self.geometry.peak(max(target, min(target + self.headroom, most)), self.chunk_tokens)
-            if not self.planner.can_allocate(demand):
+            if not self.planner.can_allocate(self._compiled(demand)):
                 break
-            request.reservation = self.planner.reserve(demand)
+            request.reservation = self.planner.reserve(self._compiled(demand))
             request.promised = dict(demand)
             request.sequence = ArenaSequence(pages={kind: PageRun() for kind in self.geometry.page_sizes})
             request.spare = {kind: [] for kind in self.geometry.windows}
@@ -218,21 +209,26 @@ class Scheduler:
         open_market = {kind: count for kind, count in open_market.items() if count}
         new: dict[str, list[int]] = {kind: [] for kind in need}
         if open_market:  # the part that can fail goes first
-            self._deal(new, open_market, self.planner.allocate(open_market))
+            self._deal(new, open_market, self.planner.allocate(self._compiled(open_market)))
         if promised:
             if request.reservation is None:
                 raise ReservationError(f"request {request.request_id} has promised cells and no reservation")
-            self._deal(new, promised, request.reservation.commit(promised))
+            self._deal(new, promised, request.reservation.commit(self._compiled(promised)))
             for kind, count in promised.items():
                 request.promised[kind] -= count
         return new
 
-    @staticmethod
-    def _deal(new: dict[str, list[int]], demand: Mapping[str, int], handles: Sequence[int]) -> None:
-        position = 0
-        for kind, count in demand.items():
-            new[kind] += [int(handles[index]) for index in range(position, position + count)]
-            position += count
+    def _compiled(self, counts: Mapping[str, int]) -> Demand:
+        """One demand over all kinds, refilled: compiling takes longer than the call that uses it."""
+        for index, kind in enumerate(self.planner.layout.names):
+            self._demand.set(index, counts.get(kind, 0))
+        return self._demand
+
+    def _deal(self, new: dict[str, list[int]], counts: Mapping[str, int], handles: Iterable[int]) -> None:
+        dealt = iter(handles)
+        for kind in self.planner.layout.names:
+            if kind in counts:
+                new[kind] += itertools.islice(dealt, counts[kind])
 
     def _release(self, request: Request) -> None:
         if request.reservation is not None:

@@ -47,9 +47,9 @@ class StaticPlanner(Planner):
                 f"{format_bytes(largest_page)}; both parts need at least one cell"
             )
 
-    def can_allocate(self, demand: DemandLike, *, moves: bool = True) -> bool:
+    def can_allocate(self, demand: DemandLike, moves: bool = True) -> bool:
         """Return whether the joint demand fits, each part by itself."""
-        return self.shortfall(demand) == 0 and super().can_allocate(demand, moves=moves)
+        return self.shortfall(demand) == 0 and super().can_allocate(demand, moves)
 
     def shortfall(self, demand: DemandLike) -> int:
         """Return the bytes to free first, over both parts; 0 when the demand fits."""
@@ -60,10 +60,17 @@ class StaticPlanner(Planner):
         """Return the bytes that the empty pool lacks for the demand; 0 when it fits."""
         return self._over(demand, [0] * len(self.layout.kinds))
 
-    def allocate(self, demand: DemandLike, out: Handles | None = None, **options: Any) -> Handles:
+    def allocate(
+        self,
+        demand: DemandLike,
+        out: Handles | None = None,
+        moves: bool = True,
+        overwrite: bool = False,
+        pinned: bool = False,
+    ) -> Handles:
         """Allocate the joint demand, all or nothing; see `Planner.allocate`."""
         self._check(demand)
-        return super().allocate(demand, out, **options)
+        return super().allocate(demand, out, moves, overwrite, pinned)
 
     def attach(self, handles: HandlesLike, kind: str | int, **options: Any) -> None:
         """Give each handle a cell of ``kind``; see `Planner.attach`."""
