@@ -135,9 +135,14 @@ class ForwardBatch(ABC):
         """Whether the rows differ in length."""
         return len(set(self.lengths)) > 1
 
-    def first_position(self, layer_window: int | None, length: int) -> int:
-        """Return the first position that a layer attends to when `length` tokens are in the cache."""
-        return 0 if layer_window is None else max(0, length - layer_window + 1)
+    @staticmethod
+    def first_position(window: int | None, length: int) -> int:
+        """Return the first position that the next token attends to when `length` tokens are in the cache.
+
+        >>> [ForwardBatch.first_position(window, 100) for window in (None, 8, 200)]
+        [0, 93, 0]
+        """
+        return 0 if window is None else max(0, length - window + 1)
 
     def attended(self, layer: int) -> list[int]:
         """Return how many rows of each sequence `attend` gives back; the rest of a row is padding."""
@@ -205,8 +210,8 @@ class ForwardBatch(ABC):
             values: the same; heads and dim may differ.
 
         Returns:
-            Keys and values `[rows, heads, tokens, dim]`, contiguous, padded on the right with finite values;
-            `attended` says how many tokens of each row are valid.
+            Keys and values `[rows, heads, tokens, dim]`, contiguous, padded on the right with zeros; `attended` says
+            how many tokens of each row are valid.
 
         Raises:
             LayoutMismatchError: the cells hold another shape or dtype.
@@ -236,6 +241,7 @@ class _Access:
     first_row: int  # where the rows begin in the gathered pages, equal for all
     row_index: Tensor | None  # [rows * tokens] where they lie, when not
     tokens: int  # tokens per row to return
+    padding: Tensor | None  # [rows, tokens, 1, 1] True past a row's end; None: all rows are equally long
     appends: bool  # new rows were not all stored: return the gathered ones and then the new ones
 
 
@@ -373,6 +379,9 @@ class ArenaBatch(ForwardBatch):
             index = np.array(offsets)[:, None] + np.arange(tokens)
             index = np.minimum(index, width * page_size - 1) + np.arange(len(tables))[:, None] * width * page_size
             row_index = _index(index.reshape(-1), device)
+        padding = None
+        if len(set(counts)) > 1:
+            padding = torch.from_numpy(np.arange(tokens) >= np.array(counts)[:, None])[:, :, None, None].to(device)
         return _Access(
             write_cells=_index(np.concatenate(write_cells), device),
             write_offsets=_index(np.concatenate(write_offsets), device),
@@ -381,6 +390,7 @@ class ArenaBatch(ForwardBatch):
             first_row=offsets[0],
             row_index=row_index,
             tokens=tokens,
+            padding=padding,
             appends=not complete,
         )
 
@@ -436,6 +446,8 @@ class ArenaBatch(ForwardBatch):
         else:
             width = pages.shape[0] // rows * pages.shape[1]
             gathered = pages.reshape(rows, width, heads, dim)[:, access.first_row : access.first_row + access.tokens]
+        if access.padding is not None:
+            gathered.masked_fill_(access.padding, 0)  # a mask does not stop NaN: nought times NaN is NaN
         gathered = gathered.transpose(1, 2)
         return torch.cat((gathered, new), dim=2) if access.appends else gathered.contiguous()
 

@@ -236,7 +236,18 @@ class UnifiedCache(Cache):  # type: ignore[misc]
         sequences: one `ArenaSequence` per row, empty before the first forward. Their `length` is current after
             `flush`.
 
-    Not thread-safe; one forward at a time.
+    A forward that the pool has no room for raises `CapacityError` before anything is written. Not thread-safe; one
+    forward at a time.
+
+    >>> from unifiedpool.integrations import tiny_models
+    >>> from unifiedpool.model_spec import ModelSpec
+    >>> from unifiedpool.pool import Pool
+    >>> model = tiny_models.build("qwen3_next")
+    >>> layout = ModelSpec.from_config(model.config, convention="transformers").layout(page_size=16)
+    >>> with UnifiedCache(Pool(layout, 1 << 20), model) as cache:
+    ...     output = model(torch.tensor([[1, 2, 3]]), cache=cache, position_ids=torch.tensor([[0, 1, 2]]))
+    ...     cache
+    UnifiedCache(1 rows, 3 tokens, 4 layers)
     """
 
     def __init__(self, pool: Any, model: Any) -> None:
