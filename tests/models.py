@@ -57,16 +57,21 @@ class ByteMap:
 
     def owners(self, handles: Iterable[int] | None = None) -> NDArray[np.int64]:
         """Return the handle in each granule; 0: nobody, -1: reserved. Live cells that overlap are an AssertionError."""
-        owner = np.zeros(self.arena_bytes // self.strides[-1], np.int64)
+        size = self.arena_bytes // self.strides[-1]
+        owner, owners = np.zeros(size, np.int64), np.zeros(size, np.int64)
         owner[: -(-self.reserved_bytes // self.strides[-1])] = -1
+        owners += owner != 0
         wanted = None if handles is None else set(handles)
         for kind, cells in enumerate(self.cells):
-            for handle, cell in cells.items():
-                if wanted is None or handle in wanted:
-                    span = self.span(kind, cell)
-                    assert 0 <= span.start and span.stop <= len(owner), f"handle {handle} lies outside the arena"
-                    assert not owner[span].any(), f"handle {handle} overlaps {owner[span]}"
-                    owner[span] = handle
+            mine = [(handle, cell) for handle, cell in cells.items() if wanted is None or handle in wanted]
+            if mine:
+                handle, cell = np.array(mine).T
+                per_cell = self.strides[kind] // self.strides[-1]
+                granules = cell[:, None] * per_cell + np.arange(per_cell)
+                assert granules.min() >= 0 and granules.max() < size, f"a cell of kind {kind} lies outside the arena"
+                owner[granules] = handle[:, None]
+                owners += np.bincount(granules.ravel(), minlength=size)
+        assert (owners <= 1).all(), f"granules {np.flatnonzero(owners > 1)} have several owners"
         return owner
 
     def counts(self) -> Counts:
@@ -106,10 +111,13 @@ class ByteMap:
 
     def placeable(self, kind: int, *, pins_lifted: bool = False) -> int:
         """Return the most cells of `kind` that fit."""
-        count, counts = 0, self.counts()
-        while self.fits([count + 1 if k == kind else 0 for k in range(len(self.strides))], pins_lifted=pins_lifted, counts=counts):
-            count += 1
-        return count
+        counts, low, high = self.counts(), 0, self.arena_bytes // self.strides[kind] + 1
+        while high - low > 1:  # low fits (or is 0), high does not
+            middle = (low + high) // 2
+            demand = [middle if k == kind else 0 for k in range(len(self.strides))]
+            fits = self.fits(demand, pins_lifted=pins_lifted, counts=counts)
+            low, high = (middle, high) if fits else (low, middle)
+        return low
 
     def free_extents(self) -> list[tuple[int, int]]:
         """Return the maximal (offset, length) byte ranges that nobody owns, tail included."""
