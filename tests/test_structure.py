@@ -24,6 +24,7 @@ LEVELS = (
     ("kernels",),
     ("layout",),
     ("model_spec",),
+    ("sizing",),
     ("plan",),
     ("planner",),
     ("arena",),
@@ -33,8 +34,10 @@ LEVELS = (
     ("integrations",),
     ("static_pool",),
     ("engine",),
+    ("traces",),
     ("replay",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}
 LAZY = ("torch", "triton", "transformers", "matplotlib")

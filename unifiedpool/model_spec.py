@@ -489,6 +489,26 @@ def _interval(layers: int, interval: int) -> list[int]:
     return sorted({*range(interval, layers + 1, interval), layers})
 
 
+def _qwen_hybrid(
+    model_type: str, layers: int, hidden: int, *, heads: int, kv_heads: int, value_heads: int
+) -> dict[str, Any]:
+    """The fields by which the sizes of Qwen3.5 and 3.6 differ, and those they share."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "full_attention_interval": 4,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": 128,
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "kimi-k3": {
         "model_type": "kimi_linear",
@@ -528,20 +548,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 32,
         "linear_value_head_dim": 128,
     },
-    "qwen3.5-35b-a3b": {
-        "model_type": "qwen3_5_moe",
-        "num_hidden_layers": 40,
-        "full_attention_interval": 4,
-        "hidden_size": 2048,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-    },
+    "qwen3.5-35b-a3b": _qwen_hybrid("qwen3_5_moe", 40, 2048, heads=16, kv_heads=2, value_heads=32),
     "gpt-oss-120b": {
         "model_type": "gpt_oss",
         "num_hidden_layers": 36,
@@ -574,6 +581,72 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 61,
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
+    },
+    "qwen3.5-9b": _qwen_hybrid("qwen3_5", 32, 4096, heads=16, kv_heads=4, value_heads=32),
+    "qwen3.5-27b": _qwen_hybrid("qwen3_5", 64, 5120, heads=24, kv_heads=4, value_heads=48),
+    "qwen3.5-122b-a10b": _qwen_hybrid("qwen3_5_moe", 48, 3072, heads=32, kv_heads=2, value_heads=64),
+    "qwen3.5-397b-a17b": _qwen_hybrid("qwen3_5_moe", 60, 4096, heads=32, kv_heads=2, value_heads=64),
+    "qwen3.6-27b": _qwen_hybrid("qwen3_5", 64, 5120, heads=24, kv_heads=4, value_heads=48),
+    "qwen3.6-35b-a3b": _qwen_hybrid("qwen3_5_moe", 40, 2048, heads=16, kv_heads=2, value_heads=32),
+    "nemotron-h-8b": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+    },
+    "nemotron-3-nano-30b": {
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "hidden_size": 2688,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+    },
+    "falcon-h1-7b": {
+        "model_type": "falcon_h1",
+        "num_hidden_layers": 44,
+        "hidden_size": 3072,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "mamba_d_ssm": 3072,
+        "mamba_n_heads": 24,
+        "mamba_d_head": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+    },
+    "granite-4.0-h-small": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["attention" if layer % 10 == 5 else "mamba" for layer in range(40)],
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "mamba_n_heads": 128,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
     },
 }
 

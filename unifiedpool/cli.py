@@ -1,0 +1,330 @@
+"""The `unifiedpool` command: what a model's caches cost, how many requests fit, and what a trace would gain.
+
+Exit codes: 0 done; 1 refused (what was asked cannot be done, or a trace is damaged and `--strict`); 2 wrong usage;
+3 done, but damaged lines or impossible requests were left out; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+try:
+    import typer
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+except ModuleNotFoundError as error:  # pragma: no cover - depends on the installation
+    raise SystemExit(f"the command needs {error.name}: pip install 'unifiedpool[cli]'") from None
+
+from .errors import InvalidArgumentError, UnifiedPoolError, format_bytes
+from .layout import PaddingWarning
+from .sizing import DEFAULT_LENGTHS, STRATEGIES, Server, StaticSplit, load_model, plot_concurrency
+
+__all__ = ["app", "main", "parse_size"]
+
+EXIT_REFUSED, EXIT_USAGE, EXIT_PARTIAL, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+app = typer.Typer(
+    name="unifiedpool",
+    help="One byte buffer for the KV pages, window pages and recurrent states of hybrid LLMs.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+out = Console()
+err = Console(stderr=True)
+
+_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}}
+_UNITS |= {unit: 1024**i for i, p in enumerate("kmgt", 1) for unit in (p, f"{p}i", f"{p}ib")}
+
+
+def parse_size(text: str) -> int:
+    """Read a number of bytes.
+
+    >>> parse_size("60GiB") == parse_size("60g") == 60 * 2**30, parse_size("141GB"), parse_size("1.5e9")
+    (True, 141000000000, 1500000000)
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise typer.BadParameter(f"{text!r} is no size; write 60GiB, 141GB or a number of bytes")
+    try:
+        return int(float(match[1]) * _UNITS[match[2]])
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no size; write 60GiB, 141GB or a number of bytes") from None
+
+
+def _parse_lengths(text: str) -> list[int]:
+    """Read context lengths: 4096,128k,1m."""
+    lengths = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*([km]?)\s*", part.lower())
+        if match is None or int(match[1]) < 1:
+            raise typer.BadParameter(f"{part!r} is no context length; write 4096,128k,1m")
+        lengths.append(int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2]])
+    return sorted(set(lengths))
+
+
+def _tokens(count: int) -> str:
+    for power, unit in ((20, "M"), (10, "k")):
+        if count >= 1 << power and not count % (1 << power):
+            return f"{count >> power}{unit}"
+    return f"{count:,}"
+
+
+def _table(*headings: str, title: str, numbers: int) -> Table:
+    """Make a table whose first `numbers` columns are aligned right."""
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if index < numbers else "left", no_wrap=True)
+    return table
+
+
+def _say(text: str, *, wrap: bool = True) -> None:
+    """Print plain text."""
+    out.print(text, highlight=False, markup=False, soft_wrap=not wrap)
+
+
+def _refuse(error: Exception) -> NoReturn:
+    err.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+    raise typer.Exit(EXIT_REFUSED) from None
+
+
+def _write_json(report: dict[str, Any], path: str) -> None:
+    text = json.dumps(report, indent=2)
+    if path == "-":
+        sys.stdout.write(text + "\n")
+        return
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        _refuse(InvalidArgumentError(f"cannot write {path!r}: {error.strerror}"))
+
+
+# -- options shared by plan and replay ------------------------------------------------------------------------------
+
+Model = Annotated[str, typer.Argument(help="A preset (see `unifiedpool env`), a config.json, or its folder.")]
+Cache = Annotated[
+    str | None, typer.Option("--cache", help="Memory for caches per GPU, such as 60GiB. Or --memory and --weights.")
+]
+Memory = Annotated[str | None, typer.Option("--memory", help="Memory of a GPU, such as 141GB.")]
+Weights = Annotated[str | None, typer.Option("--weights", help="Weights per GPU, activations and graphs included.")]
+Tp = Annotated[int, typer.Option(help="Tensor-parallel degree.")]
+Dcp = Annotated[int, typer.Option(help="Decode context parallelism: ranks that share a request's KV.")]
+KvDtype = Annotated[str | None, typer.Option(help="KV dtype, such as bfloat16 or float8_e4m3fn.")]
+StateDtype = Annotated[str | None, typer.Option(help="State dtype; default: the config's, else float32.")]
+ConvDtype = Annotated[str | None, typer.Option(help="Conv window dtype; default: the config's, else bfloat16.")]
+Page = Annotated[int | None, typer.Option("--page", help="Tokens per page; default: the size that pads least.")]
+Strategy = Annotated[str, typer.Option(help=f"Tracking of checkpoints: {', '.join(STRATEGIES)}.")]
+Overlap = Annotated[bool, typer.Option(help="Whether the scheduler works ahead of the forward.")]
+Draft = Annotated[int, typer.Option("--draft-tokens", help="Tokens verified at once by speculative decoding.")]
+Ring = Annotated[int, typer.Option("--ring-length", help="Steps of ReplaySSM rings; a power of two.")]
+Json = Annotated[str | None, typer.Option("--json", help="Write the report as JSON to this path; - for stdout.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Write a plot; the ending chooses the format.")]
+
+
+def _cache_bytes(cache: str | None, memory: str | None, weights: str | None) -> int:
+    if cache is not None:
+        if memory is not None or weights is not None:
+            raise typer.BadParameter("give either --cache, or --memory and --weights")
+        return parse_size(cache)
+    if memory is None or weights is None:
+        raise typer.BadParameter("how much memory is there? Give --cache 60GiB, or --memory 141GB --weights 70GiB")
+    left = parse_size(memory) - parse_size(weights)
+    if left <= 0:
+        _refuse(InvalidArgumentError(f"the weights ({weights}) leave nothing of the memory ({memory})"))
+    return left
+
+
+def _server(model: str, cache_bytes: int, spec_options: dict[str, Any], options: dict[str, Any]) -> Server:
+    with warnings.catch_warnings():
+        # The padding is printed in a table of its own.
+        warnings.simplefilter("ignore", PaddingWarning)
+        return Server.make(load_model(model, **spec_options), cache_bytes, **options)
+
+
+# -- plan -----------------------------------------------------------------------------------------------------------
+
+
+@app.command(
+    epilog="Examples:\n\n  unifiedpool plan kimi-k3 --tp 8 --cache 60GiB --state-dtype bfloat16\n\n"
+    "  unifiedpool plan ./config.json --memory 141GB --weights 70GiB --lengths 4k,128k --plot fit.svg\n\n"
+    "  unifiedpool plan qwen3-next-80b --cache 40GiB --ratio 0.5 --json -"
+)
+def plan(
+    model: Model,
+    cache: Cache = None,
+    memory: Memory = None,
+    weights: Weights = None,
+    tp: Tp = 1,
+    dcp: Dcp = 1,
+    kv_dtype: KvDtype = None,
+    state_dtype: StateDtype = None,
+    conv_dtype: ConvDtype = None,
+    page: Page = None,
+    strategy: Strategy = "auto",
+    overlap: Overlap = True,
+    draft_tokens: Draft = 0,
+    ring_length: Ring = 0,
+    ratio: Annotated[float, typer.Option(help="Static split: bytes of states over bytes of KV.")] = 0.9,
+    slots: Annotated[int | None, typer.Option(help="Static split: state slots, instead of a ratio.")] = None,
+    lengths: Annotated[str, typer.Option(help="Context lengths, such as 4096,128k,1m.")] = "",
+    context: Annotated[int, typer.Option(help="Longest context, for the start-up lines.")] = 131_072,
+    json_path: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Say what a model's caches cost and how many requests fit, by context length."""
+    spec_options = {"tp": tp, "kv_dtype": kv_dtype, "state_dtype": state_dtype, "conv_dtype": conv_dtype}
+    options = {"page_size": page, "strategy": strategy, "overlap": overlap, "dcp": dcp}
+    options |= {"draft_tokens": draft_tokens, "ring_length": ring_length}
+    counted = _parse_lengths(lengths) if lengths else list(DEFAULT_LENGTHS)
+    try:
+        server = _server(model, _cache_bytes(cache, memory, weights), spec_options, options)
+        split = server.static_split(slots=slots) if slots is not None else server.static_split(ratio)
+        if json_path is not None:
+            _write_json(server.report(counted, ratio=ratio, slots=slots, context=context), json_path)
+        if plot is not None:
+            plot_concurrency(server, counted, split, plot)
+    except UnifiedPoolError as error:
+        _refuse(error)
+    if json_path != "-":
+        _print_plan(server, split, counted, context)
+        if plot is not None:
+            out.print(f"plot: {plot}")
+
+
+def _print_plan(server: Server, split: StaticSplit, lengths: list[int], context: int) -> None:
+    spec = server.spec
+    out.print(
+        f"[bold]{spec.name}[/], tp {spec.tp}, {format_bytes(server.cache_bytes)} of caches per GPU, "
+        f"strategy {server.strategy}{'' if server.overlap else ', no overlap'}"
+    )
+    table = _table("bytes", "padded", "padding", "what", "of each", title="Where each byte goes (one GPU)", numbers=3)
+    for what, bare, padded, unit in server.byte_rows():
+        table.add_row(f"{bare:,}", f"{padded:,}", f"{padded / bare - 1:.2%}", what, unit)
+    out.print(table)
+    tokens = (("KV", server.token_bytes), ("window KV", server.window_token_bytes))
+    facts = [f"{name} {size:,} B a token" for name, size in tokens if size]
+    if server.slot_bytes:
+        state, everywhere = server.slot_bytes / 2**20, server.slot_bytes * spec.tp / 2**20
+        facts.append(f"state {state:.1f} MiB, {everywhere:.1f} MiB on all GPUs")
+        facts.append(
+            f"a running request holds {server.running_states} states; a static pool sets {server.static_slots} aside"
+        )
+    _say("; ".join(facts))
+
+    given = f"static {split.ratio:.2g}" if server.slot_bytes else "static"
+    headings = ("context", "request", given, "best", "its ratio", "blocks", "unified/2", "unified")
+    table = _table(*headings, title="Requests that fit", numbers=len(headings))
+    for row in server.rows(lengths, split=split):
+        table.add_row(
+            _tokens(row.tokens),
+            format_bytes(row.request_bytes),
+            f"{row.static:,}",
+            f"{row.best_static:,}",
+            "-" if row.best_ratio is None else f"{row.best_ratio:.3g}",
+            f"{row.blocks:,}",
+            f"{row.unified_two_states:,}",
+            f"[bold]{row.unified:,}[/]",
+        )
+    out.print(table)
+    if server.slot_bytes:
+        rule = server.block_rule
+        _say(
+            "best: the static ratio that is best for this one length. "
+            f"blocks: equal blocks of {rule.block_tokens:,} tokens ({format_bytes(rule.block_bytes)}), two states a "
+            "request. unified/2: unified with two states a request, as blocks."
+        )
+    recommended = server.recommended_ratio(lengths)
+    if recommended is not None:
+        out.print(f"If it must be static, over these lengths: ratio [bold]{recommended:.3g}[/]")
+    out.print("\nWhat a static engine prints when it starts:")
+    for line in server.log_lines(split, context=context):
+        _say(f"  {line}", wrap=False)
+
+
+# -- env ------------------------------------------------------------------------------------------------------------
+
+_PACKAGES = ("unifiedpool", "torch", "triton", "transformers", "numpy", "cffi", "matplotlib", "rich", "typer")
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _environment() -> dict[str, Any]:
+    import torch
+
+    from .model_spec import PRESETS
+
+    native: dict[str, Any] = {"built": False}
+    try:
+        from ._native import lib
+    except ImportError as error:
+        native["why"] = str(error)
+    else:
+        native = {"built": True, "functions": sum(name.startswith("up_") for name in dir(lib))}
+    devices = [
+        {"name": torch.cuda.get_device_name(i), "bytes": torch.cuda.get_device_properties(i).total_memory}
+        for i in range(torch.cuda.device_count())
+    ]
+    return {
+        "schema": 1,
+        "versions": _versions(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "native": native,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "devices": devices,
+        "presets": list(PRESETS),
+    }
+
+
+@app.command(epilog="Example:\n\n  unifiedpool env --json -")
+def env(json_path: Json = None) -> None:
+    """Print versions, devices, what is compiled, and the model presets."""
+    report = _environment()
+    if json_path is not None:
+        _write_json(report, json_path)
+    if json_path == "-":
+        return
+    table = Table("what", "value", show_header=False)
+    table.add_row("python", f"{report['python']}, {report['system']}")
+    for name, version in report["versions"].items():
+        table.add_row(name, version or "[dim]not installed[/]")
+    native = report["native"]
+    table.add_row(
+        "C core", f"built, {native['functions']} functions" if native["built"] else f"[red]{native['why']}[/]"
+    )
+    for device in report["devices"]:
+        table.add_row("device", f"{device['name']}, {format_bytes(device['bytes'])}")
+    if not report["devices"]:
+        table.add_row("device", "CPU only")
+    table.add_row("presets", ", ".join(report["presets"]))
+    out.print(table)
+
+
+def main() -> None:
+    """Run the command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+if __name__ == "__main__":
+    main()
