@@ -512,17 +512,12 @@ static inline void place(up_grids *g, int k, const int32_t *handles, int64_t cou
         take(g, k, w, mask);
         uint64_t fill = zero == UP_ZERO_ALWAYS ? mask : zero == UP_ZERO_IF_DIRTY ? mask & own->dirty[w] : 0;
         own->dirty[w] &= ~mask;
-        count -= up_popcount(mask);
-        int32_t base = (int32_t)(w << 6);
-        for (; low && mask; mask &= mask - 1) {
-            int32_t c = base | up_lowest(mask), h = *handles++;
-            cell[h] = c;
-            owner[c] = h;
-        }
-        while (mask) {
-            int bit = up_highest(mask);
-            int32_t c = base | bit, h = *handles++;
-            mask ^= UINT64_C(1) << bit;
+        int32_t base = (int32_t)(w << 6), taken = up_popcount(mask), step = low ? 1 : -1;
+        const int32_t *next = low ? handles : handles + taken - 1;
+        count -= taken;
+        handles += taken;
+        for (; mask; mask &= mask - 1, next += step) { /* upwards is cheaper, also where the highest cell goes first */
+            int32_t c = base | up_lowest(mask), h = *next;
             cell[h] = c;
             owner[c] = h;
         }
@@ -544,11 +539,17 @@ static inline void new_handles(up_grids *g, int32_t *out, int32_t count, uint32_
     const int32_t *top = g->free_handles + g->num_free;
     int32_t *changes = g->changes + g->num_changes;
     int32_t reused = count < g->num_free ? count : (int32_t)g->num_free;
-    for (int32_t i = 0; i < count; i++) {
-        int32_t h = i < reused ? *--top : (int32_t)++g->fresh;
+    for (int32_t i = 0; i < reused; i++) {
+        int32_t h = *--top;
         uint32_t word = words[h];
         if (!(word & HANDLE_CHANGED)) *changes++ = h;
         words[h] = word | kinds | HANDLE_CHANGED;
+        out[i] = h;
+    }
+    for (int32_t i = reused; i < count; i++) {
+        int32_t h = (int32_t)++g->fresh;
+        if (!(words[h] & HANDLE_CHANGED)) *changes++ = h;
+        words[h] |= kinds | HANDLE_CHANGED;
         out[i] = h;
     }
     g->num_free -= reused;
@@ -637,8 +638,8 @@ int up_shortfall(up_grids *g, const up_item *items, int32_t num_items, int64_t *
  * of that kind (has 1) or must not (has 0). *kinds gets the kinds that any of them has a cell of. On failure nothing
  * stays marked. */
 static inline int mark_batch(up_grids *g, const int32_t *handles, int64_t count, int kind, int has, int may_be_pinned,
-                             uint32_t *kinds) {
-    uint32_t *words = g->handle, any = 0, stop = HANDLE_MARKED | (may_be_pinned ? 0 : HANDLE_PINNED);
+                             uint32_t *kinds, int *alike) {
+    uint32_t *words = g->handle, any = 0, all = HANDLE_KINDS, stop = HANDLE_MARKED | (may_be_pinned ? 0 : HANDLE_PINNED);
     uint64_t limit = (uint64_t)g->max_handles;
     int code = UP_OK;
     int64_t i = 0;
@@ -659,8 +660,10 @@ static inline int mark_batch(up_grids *g, const int32_t *handles, int64_t count,
         }
         words[handles[i]] = word | HANDLE_MARKED;
         any |= word;
+        all &= word;
     }
     *kinds = any & HANDLE_KINDS;
+    *alike = (any & HANDLE_KINDS) == all;
     if (code == UP_OK) return UP_OK;
     fail(g, code, kind, i, handles[i]);
     while (i-- > 0) words[handles[i]] &= ~HANDLE_MARKED;
@@ -678,8 +681,8 @@ static int check_kind(up_grids *g, int32_t kind) {
 static int attach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind, uint32_t flags) {
     int64_t demand[UP_MAX_KINDS] = {0}, before = g->moved_bytes;
     uint32_t kinds;
-    int moves, code = check_kind(g, kind);
-    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 0, 0, &kinds);
+    int alike, moves, code = check_kind(g, kind);
+    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 0, 0, &kinds, &alike);
     if (code != UP_OK) return code;
     unmark_batch(g, handles, count);
     demand[kind] = count;
@@ -707,17 +710,64 @@ int up_attach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind, 
 
 /* ---------------------------------------------------------------- free, detach */
 
-/* Drop the cells of kind `k` that the marked handles have. Neighbouring cells are gathered into one word first. */
-static inline void drop_kind(up_grids *g, int k, const int32_t *handles, int64_t count) {
-    const uint32_t *words = g->handle;
-    int32_t *cells = g->cell[k];
-    int64_t word = -1;
+/* Drop the cells of kind `k` that the marked handles have; neighbouring cells are gathered into one word first. With
+ * `retire`, `k` is the last kind of the batch: unmark the handles, and retire those that have no cell left. */
+static inline void drop_kind(up_grids *g, int k, const int32_t *handles, int64_t count, uint32_t kinds, int retire) {
+    uint32_t *words = g->handle;
+    int32_t *cells = g->cell[k], *free_handles = g->free_handles + g->num_free, *changes = g->changes + g->num_changes;
+    int64_t gathered = -1;
     uint64_t mask = 0;
     for (int64_t i = 0; i < count; i++) {
         int32_t h = handles[i];
-        if (!(words[h] >> k & 1)) continue;
+        uint32_t word = words[h];
+        if (word >> k & 1) {
+            int64_t cell = cells[h];
+            cells[h] = -1;
+            if (cell >> 6 != gathered) {
+                if (mask) drop(g, k, gathered, mask);
+                gathered = cell >> 6;
+                mask = 0;
+            }
+            mask |= UINT64_C(1) << (cell & 63);
+        }
+        if (!retire) continue;
+        word &= ~(kinds | HANDLE_MARKED);
+        if (!(word & HANDLE_KINDS)) {
+            word += 1u << HANDLE_GENERATION_SHIFT;
+            *free_handles++ = h;
+        }
+        if (!(word & HANDLE_CHANGED)) *changes++ = h;
+        words[h] = word | HANDLE_CHANGED;
+    }
+    if (mask) drop(g, k, gathered, mask);
+    int64_t retired = free_handles - (g->free_handles + g->num_free);
+    g->num_free += retired;
+    g->num_live_handles -= retired;
+    g->num_changes = changes - g->changes;
+}
+
+/* Drop the cells of the kinds `kinds` of marked handles, unmark them, and retire those that have none left. */
+static inline void drop_batch(up_grids *g, const int32_t *handles, int64_t count, uint32_t kinds) {
+    for (; kinds & (kinds - 1); kinds &= kinds - 1) drop_kind(g, up_lowest(kinds), handles, count, 0, 0);
+    if (kinds) drop_kind(g, up_lowest(kinds), handles, count, kinds, 1);
+}
+
+/* The same for marked handles that all have a cell of kind `k` and no other: one pass, and all of them die. */
+static inline void retire_batch(up_grids *g, int k, const int32_t *handles, int64_t count) {
+    uint32_t *words = g->handle;
+    uint32_t change = (1u << HANDLE_GENERATION_SHIFT) - HANDLE_MARKED - (1u << k); /* these two bits are set in each */
+    int32_t *cells = g->cell[k], *changes = g->changes + g->num_changes;
+    int64_t word = -1;
+    uint64_t mask = 0;
+    memcpy(g->free_handles + g->num_free, handles, (size_t)count * sizeof *handles);
+    g->num_free += count;
+    g->num_live_handles -= count;
+    for (int64_t i = 0; i < count; i++) {
+        int32_t h = handles[i];
         int64_t cell = cells[h];
         cells[h] = -1;
+        if (!(words[h] & HANDLE_CHANGED)) *changes++ = h;
+        words[h] = (words[h] | HANDLE_CHANGED) + change;
         if (cell >> 6 != word) {
             if (mask) drop(g, k, word, mask);
             word = cell >> 6;
@@ -726,34 +776,17 @@ static inline void drop_kind(up_grids *g, int k, const int32_t *handles, int64_t
         mask |= UINT64_C(1) << (cell & 63);
     }
     if (mask) drop(g, k, word, mask);
-}
-
-/* Drop the cells of the kinds `kinds` of marked handles, unmark them, and retire those that have none left. */
-static inline void drop_batch(up_grids *g, const int32_t *handles, int64_t count, uint32_t kinds) {
-    for (uint32_t rest = kinds; rest; rest &= rest - 1) drop_kind(g, up_lowest(rest), handles, count);
-    uint32_t *words = g->handle;
-    int32_t *free_handles = g->free_handles + g->num_free, *changes = g->changes + g->num_changes;
-    for (int64_t i = 0; i < count; i++) {
-        int32_t h = handles[i];
-        uint32_t word = words[h] & ~(kinds | HANDLE_MARKED);
-        if (!(word & HANDLE_KINDS)) {
-            word += 1u << HANDLE_GENERATION_SHIFT;
-            *free_handles++ = h;
-        }
-        if (!(word & HANDLE_CHANGED)) *changes++ = h;
-        words[h] = word | HANDLE_CHANGED;
-    }
-    int64_t retired = free_handles - (g->free_handles + g->num_free);
-    g->num_free += retired;
-    g->num_live_handles -= retired;
     g->num_changes = changes - g->changes;
 }
 
 int up_free(up_grids *g, const int32_t *handles, int64_t count) {
     if (!enter(g)) return UP_BUSY;
     uint32_t kinds;
-    int code = mark_batch(g, handles, count, -1, 0, 0, &kinds);
-    if (code == UP_OK) drop_batch(g, handles, count, kinds);
+    int alike, code = mark_batch(g, handles, count, -1, 0, 0, &kinds, &alike);
+    if (code == UP_OK && alike && kinds && !(kinds & (kinds - 1)))
+        retire_batch(g, up_lowest(kinds), handles, count);
+    else if (code == UP_OK)
+        drop_batch(g, handles, count, kinds);
     return leave(g, code);
 }
 
@@ -762,8 +795,8 @@ int up_free_handles(up_grids *g, const up_handles *handles) { return up_free(g, 
 int up_detach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind) {
     if (!enter(g)) return UP_BUSY;
     uint32_t kinds;
-    int code = check_kind(g, kind);
-    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 1, 0, &kinds);
+    int alike, code = check_kind(g, kind);
+    if (code == UP_OK) code = mark_batch(g, handles, count, kind, 1, 0, &kinds, &alike);
     if (code == UP_OK) drop_batch(g, handles, count, 1u << kind);
     return leave(g, code);
 }
@@ -831,7 +864,7 @@ static int pin(up_grids *g, const int32_t *handles, int64_t count) {
     int kind;
     int64_t need, have;
     uint32_t kinds;
-    int code = mark_batch(g, handles, count, -1, 0, 1, &kinds);
+    int alike, code = mark_batch(g, handles, count, -1, 0, 1, &kinds, &alike);
     if (code != UP_OK) return code;
     unmark_batch(g, handles, count);
     for (int64_t i = 0; i < count; i++)
@@ -854,7 +887,7 @@ int up_pin(up_grids *g, const int32_t *handles, int64_t count) {
 int up_unpin(up_grids *g, const int32_t *handles, int64_t count) {
     if (!enter(g)) return UP_BUSY;
     uint32_t kinds;
-    int code = mark_batch(g, handles, count, -1, 0, 1, &kinds);
+    int alike, code = mark_batch(g, handles, count, -1, 0, 1, &kinds, &alike);
     if (code != UP_OK) return leave(g, code);
     unmark_batch(g, handles, count);
     for (int64_t i = 0; i < count; i++)
