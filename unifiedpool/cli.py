@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -27,6 +28,7 @@ except ModuleNotFoundError as error:  # pragma: no cover - depends on the instal
 from .errors import InvalidArgumentError, UnifiedPoolError, format_bytes
 from .layout import PaddingWarning
 from .sizing import DEFAULT_LENGTHS, STRATEGIES, Server, StaticSplit, load_model, plot_concurrency
+from .traces import FORMATS, Trace, generate_trace, read_trace, write_trace
 
 __all__ = ["app", "main", "parse_size"]
 
@@ -316,6 +318,101 @@ def env(json_path: Json = None) -> None:
         table.add_row("device", "CPU only")
     table.add_row("presets", ", ".join(report["presets"]))
     out.print(table)
+
+
+# -- trace ----------------------------------------------------------------------------------------------------------
+
+trace_app = typer.Typer(help="Describe, generate and convert request traces.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
+
+TracePath = Annotated[Path, typer.Argument(help="Mooncake JSONL, Azure CSV or our JSONL; gzip too.")]
+FormatOption = Annotated[str | None, typer.Option("--format", help=f"One of {', '.join(FORMATS)}.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse a damaged file instead of leaving lines out.")]
+
+
+def _open_trace(path: Path, format: str | None, strict: bool) -> Trace:
+    """Read a trace and say on stderr what was wrong with it."""
+    if format is not None and format not in FORMATS:
+        raise typer.BadParameter(f"{format!r}; choose one of {', '.join(FORMATS)}")
+    try:
+        trace = read_trace(path, format=format, strict=strict)
+    except UnifiedPoolError as error:
+        _refuse(error)
+    for problem in trace.problems[:10]:
+        err.print(f"[yellow]warning:[/] {escape(f'{path}: {problem}')}", highlight=False, soft_wrap=True)
+    if len(trace.problems) > 10:
+        err.print(f"[yellow]warning:[/] {len(trace.problems) - 10} more", highlight=False)
+    return trace
+
+
+def _finish(trace: Trace) -> None:
+    """Let the exit code tell that lines were damaged."""
+    if trace.problems:
+        raise typer.Exit(EXIT_PARTIAL)
+
+
+@trace_app.command(epilog="Example:\n\n  unifiedpool trace describe requests.jsonl.gz")
+def describe(path: TracePath, format: FormatOption = None, strict: Strict = False, json_path: Json = None) -> None:
+    """Count requests, lengths, and what an endless prefix cache could reuse."""
+    trace = _open_trace(path, format, strict)
+    summary = trace.summary()
+    if json_path is not None:
+        problems = [asdict(problem) for problem in trace.problems]
+        _write_json({"schema": 1, "format": trace.format, **asdict(summary), "problems": problems}, json_path)
+    if json_path != "-":
+        _say(f"{trace.name}: {trace.format}, {summary.requests:,} requests in {summary.duration_s:,.1f} s")
+        table = _table("total", "least", "p50", "p90", "p99", "most", "tokens", title="", numbers=6)
+        for what, total, percentiles in (
+            ("input", summary.input_tokens, summary.input_percentiles),
+            ("output", summary.output_tokens, summary.output_percentiles),
+        ):
+            table.add_row(f"{total:,}", *(f"{value:,}" for value in percentiles), what)
+        out.print(table)
+        if summary.block_tokens:
+            _say(
+                f"{summary.blocks:,} blocks of {summary.block_tokens} tokens, {summary.distinct_blocks:,} distinct; an "
+                f"endless cache of pages would reuse {summary.reusable_share:.1%} of the prompt tokens"
+            )
+        else:
+            _say("no keys: no prefix can be shared")
+    _finish(trace)
+
+
+@trace_app.command(epilog="Example:\n\n  unifiedpool trace generate chat.jsonl.gz --requests 5000 --rate 4 --seed 1")
+def generate(
+    path: Annotated[Path, typer.Argument(help="Where to; .gz compresses.")],
+    requests: Annotated[int, typer.Option(help="How many.")] = 5000,
+    rate: Annotated[float, typer.Option(help="Mean requests a second.")] = 3.0,
+    long_share: Annotated[float, typer.Option(help="Share of sessions that begin with a long document.")] = 0.25,
+    turns: Annotated[float, typer.Option(help="Mean turns of a session.")] = 4.0,
+    think: Annotated[float, typer.Option(help="Mean seconds between turns.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal traces.")] = 0,
+) -> None:
+    """Generate chat sessions with shared system prompts and write them in our format."""
+    try:
+        made = generate_trace(requests, seed=seed, rate=rate, long_share=long_share, turns=turns, think_s=think)
+        write_trace(made, path)
+    except UnifiedPoolError as error:
+        _refuse(error)
+    _say(f"{path}: {len(made.requests):,} requests in {made.requests[-1].arrival_s:,.1f} s")
+
+
+@trace_app.command(epilog="Example:\n\n  unifiedpool trace convert azure.csv requests.jsonl --to jsonl")
+def convert(
+    path: TracePath,
+    target: Annotated[Path, typer.Argument(help="Where to; .gz compresses.")],
+    to: Annotated[str, typer.Option(help=f"One of {', '.join(FORMATS)}.")] = "jsonl",
+    format: FormatOption = None,
+    strict: Strict = False,
+) -> None:
+    """Write a trace in another format."""
+    trace = _open_trace(path, format, strict)
+    try:
+        write_trace(trace, target, format=to)  # type: ignore[arg-type]
+    except UnifiedPoolError as error:
+        _refuse(error)
+    _say(f"{target}: {len(trace.requests):,} requests, {to}")
+    _finish(trace)
 
 
 def main() -> None:
