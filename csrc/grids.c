@@ -591,11 +591,12 @@ int up_allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t f
     return leave(g, allocate(g, items, num_items, flags, handles, handles_capacity));
 }
 
-int up_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags, up_handles *handles) {
+int up_allocate_demand(up_demand *demand) {
+    up_grids *g = demand->grids;
+    up_handles *out = demand->out;
     if (!enter(g)) return UP_BUSY;
-    if (demand->layout_digest != g->layout_digest) return leave(g, fail(g, UP_BAD_DEMAND, -1, -1, 0));
-    int code = allocate(g, demand->items, demand->num_items, flags, handles->data, handles->capacity);
-    if (code == UP_OK) handles->length = demand->total;
+    int code = allocate(g, demand->items, demand->num_items, demand->flags, out->data, out->capacity);
+    if (code == UP_OK) out->length = demand->total;
     return leave(g, code);
 }
 
@@ -607,13 +608,8 @@ int up_can_allocate(up_grids *g, const up_item *items, int32_t num_items, uint32
     return leave(g, code);
 }
 
-int up_can_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags) {
-    if (!enter(g)) return UP_BUSY;
-    int64_t counts[UP_MAX_KINDS], total;
-    int moves, code = demand->layout_digest == g->layout_digest ? UP_OK : fail(g, UP_BAD_DEMAND, -1, -1, 0);
-    if (code == UP_OK) code = sum_demand(g, demand->items, demand->num_items, counts, &total);
-    if (code == UP_OK) code = check_capacity(g, counts, flags, &moves) == UP_OK;
-    return leave(g, code);
+int up_can_allocate_demand(const up_demand *demand) {
+    return up_can_allocate(demand->grids, demand->items, demand->num_items, demand->flags);
 }
 
 int up_shortfall(up_grids *g, const up_item *items, int32_t num_items, int64_t *bytes) {
@@ -748,8 +744,9 @@ static inline void drop_kind(up_grids *g, int k, const int32_t *handles, int64_t
 
 /* Drop the cells of the kinds `kinds` of marked handles, unmark them, and retire those that have none left. */
 static inline void drop_batch(up_grids *g, const int32_t *handles, int64_t count, uint32_t kinds) {
-    for (; kinds & (kinds - 1); kinds &= kinds - 1) drop_kind(g, up_lowest(kinds), handles, count, 0, 0);
-    if (kinds) drop_kind(g, up_lowest(kinds), handles, count, kinds, 1);
+    uint32_t rest = kinds;
+    for (; rest & (rest - 1); rest &= rest - 1) drop_kind(g, up_lowest(rest), handles, count, 0, 0);
+    if (rest) drop_kind(g, up_lowest(rest), handles, count, kinds, 1);
 }
 
 /* The same for marked handles that all have a cell of kind `k` and no other: one pass, and all of them die. */
@@ -790,7 +787,7 @@ int up_free(up_grids *g, const int32_t *handles, int64_t count) {
     return leave(g, code);
 }
 
-int up_free_handles(up_grids *g, const up_handles *handles) { return up_free(g, handles->data, handles->length); }
+int up_free_handles(const up_handles *handles) { return up_free(handles->grids, handles->data, handles->length); }
 
 int up_detach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind) {
     if (!enter(g)) return UP_BUSY;

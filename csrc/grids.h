@@ -103,20 +103,23 @@ typedef struct {
     int32_t count;      /* >= 0 */
 } up_item;
 
-/* A demand and a handle buffer that know their own length. A call through cffi costs by the argument, so the calls made
- * every step take these. */
+/* A handle buffer and a demand that know their object. A call through cffi costs by the argument, so the calls made every
+ * step take one of these and nothing else. */
 typedef struct {
-    uint64_t layout_digest; /* of the layout that the kind masks belong to */
-    int64_t total;          /* handles: the sum of the items' counts */
-    int32_t num_items;
-    up_item *items;
-} up_demand;
-
-typedef struct {
+    up_grids *grids;
     int64_t capacity;
     int64_t length; /* written by up_allocate_demand */
     int32_t *data;
 } up_handles;
+
+typedef struct {
+    up_grids *grids;
+    int64_t total; /* handles: the sum of the items' counts */
+    int32_t num_items;
+    uint32_t flags; /* of up_allocate */
+    up_item *items;
+    up_handles *out;
+} up_demand;
 
 typedef struct {
     int32_t code;   /* the code returned */
@@ -188,10 +191,10 @@ int up_allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t f
 /* Free every cell of each handle, all or nothing. O(count). */
 int up_free(up_grids *g, const int32_t *handles, int64_t count);
 
-/* The same three calls with fewer arguments. */
-int up_can_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags);
-int up_allocate_demand(up_grids *g, const up_demand *demand, uint32_t flags, up_handles *handles);
-int up_free_handles(up_grids *g, const up_handles *handles);
+/* The same three calls with one argument. */
+int up_can_allocate_demand(const up_demand *demand);
+int up_allocate_demand(up_demand *demand);
+int up_free_handles(const up_handles *handles);
 
 /* Give each handle a cell of `kind`. flags as up_allocate. */
 int up_attach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind, uint32_t flags);

@@ -65,8 +65,6 @@ def raise_for_planner(code: int, error: Any, names: tuple[str, ...], what: str) 
         raise PinnedError(f"{what}: handle {value}{at} is pinned; release its pins first; nothing was changed")
     if code == lib.UP_NOT_RESERVED:
         raise ReservationError(f"{what}: {value} {kind} cells asked of reservations that hold fewer")
-    if code == lib.UP_BAD_DEMAND:
-        raise InvalidArgumentError(f"{what}: the demand was compiled for another layout; use this planner's demand()")
     if code == lib.UP_BAD_ARGUMENT:
         raise InvalidArgumentError(
             f"{what}: {value}{at} is out of range{'' if error.kind < 0 else f' for kind {kind}'}"

@@ -42,14 +42,15 @@ _ZERO_POLICY = {"never": lib.UP_ZERO_NEVER, "dirty": lib.UP_ZERO_IF_DIRTY, "alwa
 class Handles:
     """A caller-owned int32 buffer of handles, reusable from call to call.
 
-    It keeps its own pointer, so that a hot call converts nothing. `len` is what the last call wrote.
+    It keeps its own pointer, so that a hot call converts nothing. `len` is what the last call wrote. It belongs to the
+    first planner that uses it: another one refuses it, so handles of one pool never free those of another.
 
     >>> handles = Handles.of([3, 5, 8])
     >>> len(handles), handles[0], handles[1:].tolist()
     (3, 3, [5, 8])
     """
 
-    __slots__ = ("_data", "_native", "capacity")
+    __slots__ = ("_data", "_native", "_planner", "capacity")
 
     def __init__(self, capacity: int) -> None:
         """Make an empty buffer for up to `capacity` handles.
@@ -60,7 +61,8 @@ class Handles:
         if not isinstance(capacity, int) or not 0 <= capacity <= _INT32_MAX:
             raise InvalidArgumentError(f"capacity is {capacity!r}; it must be an integer from 0 to {_INT32_MAX}")
         self._data: Any = ffi.new("int32_t[]", max(capacity, 1))
-        self._native: Any = ffi.new("up_handles *", (capacity, 0, self._data))
+        self._native: Any = ffi.new("up_handles *", (ffi.NULL, capacity, 0, self._data))
+        self._planner: Planner | None = None
         self.capacity = capacity
 
     @classmethod
@@ -75,6 +77,12 @@ class Handles:
         made._native.length = len(view)
         made.view[:] = view
         return made
+
+    def _bind(self, planner: Planner) -> None:
+        if self._planner is None:
+            self._planner, self._native.grids = planner, planner._grids
+        elif self._planner is not planner:
+            raise InvalidHandleError("these Handles belong to another planner; give each planner buffers of its own")
 
     @property
     def view(self) -> memoryview:
@@ -143,28 +151,29 @@ DemandLike: TypeAlias = "Demand | Mapping[str | tuple[str, ...], int]"
 
 
 class Demand:
-    """A joint demand, compiled for one layout: how many handles of which kinds.
+    """A joint demand, compiled for one planner: how many handles of which kinds.
 
     Made by `Planner.demand`. Reuse it: a hot call takes it as it is, and `set` changes a count in place.
     """
 
-    __slots__ = ("_counts", "_items", "_native", "keys", "layout")
+    __slots__ = ("_counts", "_items", "_native", "_out", "_planner", "keys")
 
-    def __init__(self, layout: Layout, demand: Mapping[str | tuple[str, ...], int]) -> None:
+    def __init__(self, planner: Planner, demand: Mapping[str | tuple[str, ...], int]) -> None:
         """Compile `demand` (see `Planner.demand`)."""
         if not isinstance(demand, Mapping):
             raise InvalidArgumentError(f"a demand is a mapping such as {{'full': 3, 'state': 1}}, not {demand!r}")
-        self.layout = layout
+        self._planner = planner
         self.keys = tuple(demand)
         self._items: Any = ffi.new("up_item[]", max(len(demand), 1))
-        self._native: Any = ffi.new("up_demand *", (layout.digest(), 0, len(demand), self._items))
+        self._native: Any = ffi.new("up_demand *", (planner._grids, 0, len(demand), 0, self._items, ffi.NULL))
+        self._out: Handles | None = None  # where the native demand points
         self._counts = [0] * len(demand)
         for index, (key, count) in enumerate(demand.items()):
             names = (key,) if isinstance(key, str) else tuple(key)
             if not names:
                 raise InvalidArgumentError(f"demand {dict(demand)!r} has an item without a kind")
             for name in names:
-                self._items[index].kind_mask |= 1 << layout.kind_id(name)
+                self._items[index].kind_mask |= 1 << planner.layout.kind_id(name)
             self.set(index, count)
 
     def set(self, index: int, count: int) -> None:
@@ -186,6 +195,11 @@ class Demand:
     def _bad_count(self, index: int, count: object) -> NoReturn:
         raise InvalidArgumentError(f"count of {self.keys[index]!r} is {count!r}; it must be an integer of at least 0")
 
+    def _aim(self, out: Handles) -> None:
+        """Make `out` the buffer that the native demand writes to."""
+        out._bind(self._planner)
+        self._out, self._native.out = out, out._native
+
     @property
     def total(self) -> int:
         """Handles that the demand is for."""
@@ -193,7 +207,7 @@ class Demand:
 
     def per_kind(self) -> list[int]:
         """Return the number of cells of each kind, by kind id."""
-        counts = [0] * len(self.layout.kinds)
+        counts = [0] * len(self._planner.layout.kinds)
         for index, count in enumerate(self._counts):
             mask = self._items[index].kind_mask
             for kind in range(len(counts)):
@@ -315,6 +329,10 @@ class Planner:
 
     def _raise(self, code: int, what: str, demand: Demand | None = None) -> NoReturn:
         error = lib.up_last_error(self._grids)
+        if code == lib.UP_BAD_ARGUMENT and demand is not None and demand._out and demand._out.capacity < demand.total:
+            raise InvalidArgumentError(
+                f"{what}: out holds {demand._out.capacity} handles; the demand is for {demand.total}"
+            )
         if code == lib.UP_NO_CAPACITY:
             raise CapacityError(self._capacity_message(what, demand, error))
         raise_for_planner(code, error, self.layout.names, what)
@@ -341,6 +359,11 @@ class Planner:
             f"{', or release pins' if pinned else ''}{', or cancel reservations' if reserved else ''}."
         )
 
+    def _host_handles(self, handles: HandlesLike) -> memoryview:
+        if isinstance(handles, Handles):
+            handles._bind(self)
+        return _host_handles(handles)
+
     def _kind_id(self, kind: str | int) -> int:
         if isinstance(kind, str):
             return self.layout.kind_id(kind)
@@ -359,17 +382,14 @@ class Planner:
         Raises:
             InvalidArgumentError: an unknown kind, or a count that is not an integer of at least 0.
         """
-        return Demand(self.layout, demand)
+        return Demand(self, demand)
 
     def _compiled(self, demand: DemandLike) -> Demand:
-        return demand if isinstance(demand, Demand) else Demand(self.layout, demand)
-
-    def _own(self, demand: DemandLike) -> Demand:
-        """The demand, compiled, for calls that do not check its layout in C."""
-        compiled = self._compiled(demand)
-        if compiled.layout != self.layout:
-            self._raise(lib.UP_BAD_DEMAND, "this call", compiled)
-        return compiled
+        if not isinstance(demand, Demand):
+            return Demand(self, demand)
+        if demand._planner is not self:
+            raise InvalidArgumentError(f"{demand!r} was compiled for another planner; use this planner's demand()")
+        return demand
 
     # Hot calls have positional defaults: keyword-only ones double what a call in Python costs.
 
@@ -380,16 +400,19 @@ class Planner:
             demand: a mapping or a compiled `Demand`.
             moves: False asks whether it fits without moving a cell.
         """
-        if demand.__class__ is not Demand:
+        if demand.__class__ is not Demand or demand._planner is not self:
             demand = self._compiled(demand)
-        code = self._can_allocate(self._grids, demand._native, 0 if moves else _FORBID_MOVES)
+        if moves:
+            code = self._can_allocate(demand._native)
+        else:
+            code = lib.up_can_allocate(self._grids, demand._items, len(demand.keys), lib.UP_FORBID_MOVES)
         if code < 0:
             self._raise(code, "can_allocate", demand)
         return code == 1  # type: ignore[no-any-return]
 
     def shortfall(self, demand: DemandLike) -> int:
         """Return the bytes to free before `demand` fits; 0 when it fits. A lower bound while pins hold cells."""
-        compiled, out = self._own(demand), ffi.new("int64_t *")
+        compiled, out = self._compiled(demand), ffi.new("int64_t *")
         code = lib.up_shortfall(self._grids, compiled._items, len(compiled.keys), out)
         if code != lib.UP_OK:
             self._raise(code, "shortfall", compiled)
@@ -422,20 +445,37 @@ class Planner:
 
         Complexity: O(cells) of the demand, plus O(windows / 64 + cells moved) for each window opened.
         """
-        if demand.__class__ is not Demand:
+        if demand.__class__ is not Demand or demand._planner is not self:
             demand = self._compiled(demand)
-        if out is None:
-            out = Handles(demand.total)
-        flags = 0 if moves and not pinned and not overwrite else _flags(moves, overwrite, pinned)
-        code = self._allocate(self._grids, demand._native, flags, out._native)
+        if overwrite or pinned or not moves:
+            return self._allocate_flagged(demand, out, _flags(moves, overwrite, pinned))
+        if out is None or out is not demand._out:
+            out = self._aimed(demand, out)
+        code = self._allocate(demand._native)
         if code:
-            self._raise_for_allocate(code, "allocate", demand, out)
+            self._raise(code, "allocate", demand)
         return out
 
-    def _raise_for_allocate(self, code: int, what: str, demand: Demand, out: Handles) -> NoReturn:
-        if code == lib.UP_BAD_ARGUMENT and demand.total > out.capacity:
-            raise InvalidArgumentError(f"{what}: out holds {out.capacity} handles; the demand is for {demand.total}")
-        self._raise(code, what, demand)
+    def _aimed(self, demand: Demand, out: Handles | None, flags: int = 0) -> Handles:
+        """Make `out` the demand's buffer, or a new one, once it is clear that what it will hold can be had."""
+        if out is None:
+            code = lib.up_can_allocate(self._grids, demand._items, len(demand.keys), flags)
+            if code != 1:
+                self._raise(lib.up_last_error(self._grids).code if code == 0 else code, "allocate", demand)
+            out = Handles(demand.total)
+        elif out.capacity < demand.total:
+            raise InvalidArgumentError(f"out holds {out.capacity} handles; the demand is for {demand.total}")
+        demand._aim(out)
+        return out
+
+    def _allocate_flagged(self, demand: Demand, out: Handles | None, flags: int) -> Handles:
+        out = self._aimed(demand, out, flags)
+        demand._native.flags = flags
+        code = self._allocate(demand._native)
+        demand._native.flags = 0
+        if code:
+            self._raise(code, "allocate", demand)
+        return out
 
     def free(self, handles: HandlesLike) -> None:
         """Free every cell of each handle, all or nothing. O(handles).
@@ -445,10 +485,10 @@ class Planner:
             PinnedError: a handle is pinned.
             ConcurrentCallError: another thread is inside this planner.
         """
-        if handles.__class__ is Handles:
-            code = self._free(self._grids, handles._native)
+        if handles.__class__ is Handles and handles._planner is self:
+            code = self._free(handles._native)
         else:
-            view = _host_handles(handles)
+            view = self._host_handles(handles)
             code = lib.up_free(self._grids, ffi.from_buffer("int32_t[]", view), len(view))
         if code:
             self._raise(code, "free")
@@ -462,11 +502,11 @@ class Planner:
             InvalidHandleError: a handle is dead, occurs twice or has such a cell already.
             CapacityError, PinnedError: as in `allocate`; a pinned handle cannot take a further cell.
         """
-        kind_id, view = self._kind_id(kind), _host_handles(handles)
+        kind_id, view = self._kind_id(kind), self._host_handles(handles)
         flags = _flags(moves, overwrite, False)
         code = lib.up_attach(self._grids, ffi.from_buffer("int32_t[]", view), len(view), kind_id, flags)
         if code:
-            wanted = Demand(self.layout, {self.layout.names[kind_id]: len(view)})
+            wanted = Demand(self, {self.layout.names[kind_id]: len(view)})
             self._raise(code, f"attach {self.layout.names[kind_id]}", wanted)
 
     def detach(self, handles: HandlesLike, kind: str | int) -> None:
@@ -476,7 +516,7 @@ class Planner:
             InvalidHandleError: a handle is dead, occurs twice or has no such cell.
             PinnedError: a handle is pinned.
         """
-        kind_id, view = self._kind_id(kind), _host_handles(handles)
+        kind_id, view = self._kind_id(kind), self._host_handles(handles)
         code = lib.up_detach(self._grids, ffi.from_buffer("int32_t[]", view), len(view), kind_id)
         if code:
             self._raise(code, f"detach {self.layout.names[kind_id]}")
@@ -488,7 +528,7 @@ class Planner:
             InvalidHandleError: a handle is dead, lacks the cell, or is copied onto itself.
             InvalidArgumentError: the two have different lengths.
         """
-        kind_id, source, destination = self._kind_id(kind), _host_handles(src), _host_handles(dst)
+        kind_id, source, destination = self._kind_id(kind), self._host_handles(src), self._host_handles(dst)
         if len(source) != len(destination):
             raise InvalidArgumentError(f"copy of {len(source)} handles to {len(destination)}")
         code = lib.up_copy(
@@ -507,7 +547,7 @@ class Planner:
         Raises:
             InvalidHandleError: a handle is dead or lacks the cell.
         """
-        kind_id, view = self._kind_id(kind), _host_handles(handles)
+        kind_id, view = self._kind_id(kind), self._host_handles(handles)
         code = lib.up_zero(self._grids, ffi.from_buffer("int32_t[]", view), len(view), kind_id)
         if code:
             self._raise(code, "zero")
@@ -531,7 +571,7 @@ class Planner:
         Raises:
             CapacityError: the demand does not fit.
         """
-        compiled = self._own(demand)
+        compiled = self._compiled(demand)
         counts = compiled.per_kind()
         code = lib.up_reserve(self._grids, counts)
         if code:
@@ -548,7 +588,7 @@ class Planner:
             InvalidHandleError: a handle is dead or occurs twice.
             CapacityError: a reservation could not be kept any more.
         """
-        kept = Handles.of(handles)
+        kept = Handles.of(self._host_handles(handles))
         code = lib.up_pin(self._grids, kept._data, len(kept))
         if code:
             self._raise(code, f"pin for {reason}")
@@ -792,16 +832,11 @@ class Reservation:
             ReservationError: more is asked than is left.
         """
         planner = self._planner
-        compiled = planner._own(self._demand if demand is None else demand)
+        compiled = planner._compiled(self._demand if demand is None else demand)
         counts = compiled.per_kind()
         if any(count > left for count, left in zip(counts, self._left, strict=True)):
             raise ReservationError(f"commit of {compiled!r}: the reservation has {self.left} left")
-        if out is None:
-            out = Handles(compiled.total)
-        flags = _flags(True, overwrite, pinned) | int(lib.UP_FROM_RESERVATION)
-        code = lib.up_allocate_demand(planner._grids, compiled._native, flags, out._native)
-        if code:
-            planner._raise_for_allocate(code, "commit", compiled, out)
+        out = planner._allocate_flagged(compiled, out, _flags(True, overwrite, pinned) | int(lib.UP_FROM_RESERVATION))
         self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
         return out
 
