@@ -12,7 +12,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 CC ?= cc
 QUICK ?= --quick
-PYTEST_ARGS ?=
+JOBS ?= 2
+PYTEST_ARGS ?= -n $(JOBS) --dist worksteal
 
 export OMP_NUM_THREADS ?= 1
 
