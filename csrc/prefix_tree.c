@@ -58,8 +58,8 @@ struct up_tree {
     int64_t ring_first, ring_count, ring_capacity;
 
     uint64_t *multiplier; /* [page] of the hash */
-    const int32_t *window_cells;
-    int64_t window_handles;
+    const int32_t *page_cells, *state_cells, *window_cells; /* the owner's tables, NULL: unknown */
+    int64_t num_handles;
 };
 
 /* ---------------------------------------------------------------- the guard */
@@ -313,9 +313,11 @@ static int64_t bad_token(const void *tokens, int wide, int64_t from, int64_t to)
     return -1;
 }
 
-static inline int window_there(const up_tree *t, int32_t handle) {
-    return t->window_cells && handle < t->window_handles && t->window_cells[handle] >= 0;
+static inline int has_cell(const up_tree *t, const int32_t *cells, int32_t handle) {
+    return cells && handle > 0 && handle < t->num_handles && cells[handle] >= 0;
 }
+
+static inline int window_there(const up_tree *t, int32_t handle) { return has_cell(t, t->window_cells, handle); }
 
 /* Where the window before `depth`, a depth inside `node`, lacks a page: the depth where the last such page begins; -1 when
  * all are there. */
@@ -479,10 +481,13 @@ void up_tree_destroy(up_tree *t) {
     free(t);
 }
 
-int up_tree_set_window_cells(up_tree *t, const int32_t *cells, int64_t num_handles) {
+int up_tree_set_cells(up_tree *t, const int32_t *page_cells, const int32_t *state_cells, const int32_t *window_cells,
+                      int64_t num_handles) {
     if (!enter(t)) return UP_TREE_BUSY;
-    t->window_cells = cells;
-    t->window_handles = num_handles;
+    t->page_cells = page_cells;
+    t->state_cells = state_cells;
+    t->window_cells = window_cells;
+    t->num_handles = num_handles;
     return leave(t, UP_TREE_OK);
 }
 
@@ -886,8 +891,12 @@ static void adopt_state(up_tree *t, int32_t node, int32_t state, int32_t now, up
 static int check_new(up_tree *t, const void *tokens, int wide, int64_t count, int64_t depth, const int32_t *handles) {
     int64_t bad = bad_token(tokens, wide, depth, count);
     if (bad >= 0) return fail_at(t, UP_TREE_BAD_TOKEN, bad);
-    for (int64_t i = 0; i < (count + t->page - 1) / t->page; i++)
-        if (handles[i] < 0 || (!handles[i] && i >= depth / t->page)) return fail_at(t, UP_TREE_BAD_HANDLE, i);
+    int64_t pages = (count + t->page - 1) / t->page;
+    for (int64_t i = 0; i < pages; i++)
+        if (handles[i] < 0) return fail_at(t, UP_TREE_BAD_HANDLE, i);
+    for (int64_t i = (depth + t->page - 1) / t->page; i < pages; i++)
+        if (!handles[i] || (t->page_cells && !has_cell(t, t->page_cells, handles[i])))
+            return fail_at(t, UP_TREE_BAD_HANDLE, i);
     return UP_TREE_OK;
 }
 
@@ -919,6 +928,7 @@ int up_tree_insert(up_tree *t, int32_t root, const void *tokens, int64_t count, 
     int64_t known = tail ? count : w.depth;
     int code = check_new(t, tokens, wide, count, known, handles);
     if (code) return leave(t, code);
+    if (state && t->state_cells && !has_cell(t, t->state_cells, state)) return leave(t, UP_TREE_BAD_STATE);
 
     /* Everything that can fail comes before the first change. */
     int adds_whole = whole > w.depth, adds_tail = keep_tail && !tail;

@@ -63,7 +63,8 @@ enum {
     UP_TREE_NO_MEMORY = -41,    /* host memory ran out */
     UP_TREE_BAD_ARGUMENT = -42, /* an argument is out of its range */
     UP_TREE_BAD_TOKEN = -43,    /* a token is negative or needs more than 31 bits; up_tree_error_index says which */
-    UP_TREE_BAD_HANDLE = -44,   /* a new page has no handle; up_tree_error_index says which */
+    UP_TREE_BAD_HANDLE = -44,   /* a new page has no live handle; up_tree_error_index says which */
+    UP_TREE_BAD_STATE = -49,    /* the state's slot is not live */
     UP_TREE_BAD_NODE = -45,     /* no such node, or it was removed meanwhile */
     UP_TREE_BAD_RECEIPT = -46,  /* never given out, or given back already */
     UP_TREE_LOCKED = -47,       /* the unit is locked */
@@ -164,8 +165,10 @@ int up_tree_create(int32_t page_size, int32_t grid, int32_t window, int32_t need
                    int64_t max_ghosts, up_tree **out);
 void up_tree_destroy(up_tree *t);
 
-/* Where the window part of a handle is looked up: cells[handle] >= 0 says that it is there. Valid until replaced. */
-int up_tree_set_window_cells(up_tree *t, const int32_t *cells, int64_t num_handles);
+/* Where the owner's tables are: cells[handle] >= 0 says that a handle has a page, a state, a window cell; a table may be
+ * NULL. Insert refuses handles that have none; without tables it cannot tell. Valid until replaced. */
+int up_tree_set_cells(up_tree *t, const int32_t *page_cells, const int32_t *state_cells, const int32_t *window_cells,
+                      int64_t num_handles);
 
 /* Make a root: namespaces with different roots share nothing. A root without children and locks can be dropped. */
 int up_tree_new_root(up_tree *t, int32_t *root);

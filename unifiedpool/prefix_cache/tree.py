@@ -222,7 +222,9 @@ class PrefixTree:
         if code == lib.UP_TREE_BAD_TOKEN:
             raise InvalidArgumentError(f"{what}: token {at} is negative or needs more than 31 bits")
         if code == lib.UP_TREE_BAD_HANDLE:
-            raise InvalidHandleError(f"{what}: page {at} is new and has no handle; give a positive one")
+            raise InvalidHandleError(f"{what}: page {at} is new and has no live handle with a page")
+        if code == lib.UP_TREE_BAD_STATE:
+            raise InvalidHandleError(f"{what}: the state's handle is not live, or has no slot in this planner")
         if code == lib.UP_TREE_BAD_NODE:
             raise InvalidHandleError(f"{what}: the node was evicted or never was; match again and lock the match")
         if code == lib.UP_TREE_BAD_RECEIPT:
