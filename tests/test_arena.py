@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from unifiedpool.errors import (
     LayoutMismatchError,
     PlanOrderError,
 )
+from unifiedpool.kernels import naive
 from unifiedpool.layout import Kind, Layout, Segment
 from unifiedpool.model_spec import ModelSpec
 from unifiedpool.plan import StepPlan
@@ -206,8 +208,8 @@ def test_view_offsets_past_2_31_bytes_and_elements_reach_the_right_bytes(dtype: 
         start = cell * layout.kind(kind).stride_bytes + spec.offset_bytes
         assert arena.buffer[start : start + size].view(view.dtype).item() == 3
         assert view[cell].float().sum() == 3 * view[cell].numel()
-    words = arena._words(layout.kind("state"))
-    words.index_copy_(0, torch.tensor([5]), words.index_select(0, torch.tensor([arena.num_cells("state") - 1])))
+    operation = np.array([[0, layout.kind_id("state") << 8, arena.num_cells("state") - 1, 5]], np.int32)
+    naive.run_operations(arena.buffer, operation, layout.strides)
     assert torch.equal(arena.view("state", 1, "temporal")[5], arena.view("state", 1, "temporal")[-1])
 
 

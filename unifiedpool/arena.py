@@ -9,6 +9,7 @@ Views span the whole arena with `as_strided`, so no move ever makes one stale; o
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -26,7 +27,10 @@ from .errors import (
     PlanOrderError,
     format_bytes,
 )
+from .kernels import backend
+from .kernels._support import upload
 from .layout import Kind, Layout, ViewSpec
+from .plan import OPERATION_NAMES
 
 if TYPE_CHECKING:
     from .plan import StepPlan
@@ -43,9 +47,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "float8_e5m2": torch.float8_e5m2,
     "uint8": torch.uint8,
 }
-
-# A move is gathered and scattered in pieces, so that its scratch memory stays small.
-SCRATCH_BYTES = 64 << 20
 
 ViewForm = Literal["paged", "rows", "state"]
 
@@ -64,8 +65,9 @@ class Arena:
 
     Attributes:
         buffer: uint8 `[arena_bytes]`, 256-byte aligned.
-        tables: kind name -> int32 `[max_handles + 1]` on the device, at a fixed address: handle -> cell, -1 none.
-            Handle 0 is the null cell (0) for page kinds when the layout has one, else -1.
+        table: int32 `[kinds, max_handles + 1]` on the device, at a fixed address: handle -> cell, -1 none. Handle 0
+            is the null cell (0) for page kinds when the layout has one, else -1.
+        tables: kind name -> its row of `table`.
         sequence: number of the next plan.
 
     Raises:
@@ -104,7 +106,7 @@ class Arena:
         self.device = self.buffer.device
         self.buffer[: layout.null_bytes].zero_()
         self.max_handles = max_handles or max(1, arena_bytes // layout.strides[-1])
-        self.tables = {kind.name: self._new_table(kind) for kind in layout.kinds}
+        self._new_tables()
         self._views: dict[tuple[str, int, str], Tensor] = {}
         self._fills = {
             index: filled
@@ -220,12 +222,6 @@ class Arena:
         size = torch_dtype.itemsize
         return self.buffer[: self.arena_bytes // size * size].view(torch_dtype), size
 
-    def _words(self, kind: Kind) -> Tensor:
-        """The cells of a kind as int64 words, `[cells, stride / 8]`: copying those is many times faster than bytes."""
-        base = self.buffer[: self.arena_bytes // 8 * 8].view(torch.int64)
-        words = kind.stride_bytes // 8
-        return torch.as_strided(base, (self.num_cells(kind.name), words), (words, 1), base.storage_offset())
-
     def cell_bytes(self, kind: str | int, cell: int) -> Tensor:
         """View the bytes of one cell, uint8 `[stride]`.
 
@@ -303,44 +299,48 @@ class Arena:
             )
 
     def _run_operations(self, plan: StepPlan) -> None:
-        if self.device.type == "cpu" and not self._fills:
+        if self.device.type == "cpu" and not self._fills and backend.current() == "auto":
             data = plan.to_bytes()
             base = ffi.cast("uint8_t *", self.buffer.data_ptr())
             code = lib.up_apply(base, self.arena_bytes, ffi.from_buffer("uint8_t[]", data), len(data))
             if code:
                 raise_for_plan(code)
             return
-        for phase in plan.phases:
-            kind = self.layout.kind(phase.kind_id)
-            words, dst = self._words(kind), self._index(phase.dst)
-            if phase.operation == "zero":
-                words.index_fill_(0, dst, 0)
-                for segment, layer, fill in self._fills.get(phase.kind_id, ()):
-                    self.view(kind.name, layer, segment).index_fill_(0, dst, fill)
-                continue
-            src = self._index(phase.src)
-            step = max(1, SCRATCH_BYTES // kind.stride_bytes)
-            # Sources and destinations of a phase are disjoint, so pieces of it may run one after another.
-            for start in range(0, len(phase.dst), step):
-                part = slice(start, start + step)
-                words.index_copy_(0, dst[part], words.index_select(0, src[part]))
+        run = self._operation("copy_cells", "run_operations")
+        if not self._fills:
+            run(self.buffer, plan.operations, plan.strides)
+            return
+        table = plan.operations
+        for rows in np.split(table, np.flatnonzero(np.diff(table[:, 0])) + 1):
+            run(self.buffer, rows, plan.strides)
+            for kind_id, fills in self._fills.items():
+                cells = rows[rows[:, 1] == (OPERATION_NAMES.index("zero") | kind_id << 8), 3]
+                if len(cells):
+                    fresh = upload(cells.astype(np.int64), self.device)
+                    for segment, layer, fill in fills:
+                        self.view(kind_id, layer, segment).index_fill_(0, fresh, fill)
 
     def _change_tables(self, plan: StepPlan) -> None:
-        if not len(plan.changes):
-            return
-        rows = self._index(plan.changes[:, 0])
+        if len(plan.changes):
+            # A copy: a plan's arrays may be read-only.
+            changes = upload(plan.changes.copy(), self.device)
+            self._operation("page_tables", "update_tables")(self.table, changes)
+
+    def _operation(self, module: str, name: str) -> Any:
+        """A kernel's wrapper or its reference, by the one switch; Triton is not imported before it is needed."""
+        home = module if backend.uses_kernels(self.device) else "naive"
+        return getattr(importlib.import_module(f".kernels.{home}", __package__), name)
+
+    def _new_tables(self) -> None:
+        shape = len(self.layout.kinds), self.max_handles + 1
+        self.table = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         for index, kind in enumerate(self.layout.kinds):
-            self.tables[kind.name].index_copy_(0, rows, self._index(plan.changes[:, 1 + index], torch.int32))
+            self.table[index, 0] = self._null(kind)
+        self.tables = dict(zip(self.layout.names, self.table, strict=True))
 
-    def _index(self, values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
-        # A plan's arrays may be read-only or strided; torch wants neither.
-        return torch.from_numpy(np.array(values)).to(self.device, dtype, non_blocking=True)
-
-    def _new_table(self, kind: Kind) -> Tensor:
-        table = torch.full((self.max_handles + 1,), -1, dtype=torch.int32, device=self.device)
-        if kind.page_size and self.layout.null_bytes:
-            table[0] = 0
-        return table
+    def _null(self, kind: Kind) -> int:
+        """What padding becomes in tables of this kind."""
+        return 0 if kind.page_size and self.layout.null_bytes else -1
 
     def _resize(self, arena_bytes: int, max_handles: int) -> None:
         if self._is_own:
@@ -352,10 +352,9 @@ class Arena:
         self._views.clear()
         if max_handles > self.max_handles:
             self.max_handles = max_handles
-            for kind in self.layout.kinds:
-                old = self.tables[kind.name]
-                self.tables[kind.name] = self._new_table(kind)
-                self.tables[kind.name][: len(old)].copy_(old)
+            old = self.table
+            self._new_tables()
+            self.table[:, : old.shape[1]] = old
 
     # -- tables for kernels --------------------------------------------------------------------------------------
 
@@ -365,7 +364,8 @@ class Arena:
         Args:
             handles: int32 `[rows, width]`, padded with 0 or -1.
             kind: page kind, or slot kind for state indices.
-            out: int32 `[rows, width]`; padding becomes the null cell 0 (page kinds of a layout that has one), else -1.
+            out: int32 `[rows, width]`; padding and handles without a cell become the null cell 0 (page kinds of a
+                layout that has one), else -1.
 
         Returns:
             `out`.
@@ -374,11 +374,11 @@ class Arena:
             InvalidArgumentError: wrong dtype, shape or device.
             InvalidHandleError: a handle past the tables (checked on the CPU only: reading back would stall a device).
         """
-        name = self.layout.kind(kind).name
+        found = self.layout.kind(kind)
         self._check_tensor("handles", handles, torch.int32, None)
         self._check_tensor("out", out, torch.int32, handles.shape)
         self._check_handles(handles)
-        out.copy_(self.tables[name][handles.clamp_min(0).long()])
+        self._operation("page_tables", "translate")(handles, self.tables[found.name], out, self._null(found))
         return out
 
     def slot_mapping(self, handles: Tensor, positions: Tensor, kind: str | int, out: Tensor) -> Tensor:
@@ -410,23 +410,17 @@ class Arena:
         self._check_tensor("positions", positions, positions.dtype, None)
         self._check_tensor("out", out, torch.int64, positions.shape)
         self._check_handles(handles)
-        spots = positions.long()
-        pages = spots.clamp_min(0) // found.page_size
-        if handles.dim() == 2:
-            if handles.shape[0] != positions.shape[0]:
-                raise InvalidArgumentError(f"{handles.shape[0]} rows of handles, {positions.shape[0]} of positions")
-            if self.device.type == "cpu" and pages.numel() and int(pages.max()) >= handles.shape[1]:
+        if len(handles) != len(positions):
+            unit = "rows of handles" if handles.dim() == 2 else "handles"
+            raise InvalidArgumentError(f"{len(handles)} {unit} for {len(positions)} of positions")
+        if handles.dim() == 2 and self.device.type == "cpu" and positions.numel():
+            last = int(positions.max())
+            if last // found.page_size >= handles.shape[1]:
                 raise InvalidArgumentError(
-                    f"position {int(spots.max())} needs page {int(pages.max())}; the rows have {handles.shape[1]} pages"
+                    f"position {last} needs page {last // found.page_size}; the rows have {handles.shape[1]} pages"
                 )
-            owners = handles.gather(1, pages)
-        elif handles.shape != positions.shape:
-            raise InvalidArgumentError(f"{tuple(handles.shape)} handles for {tuple(positions.shape)} positions")
-        else:
-            owners = handles
-        cells = self.tables[found.name][owners.clamp_min(0).long()].long()
-        rows = cells * found.page_size + spots % found.page_size
-        return out.copy_(torch.where((spots < 0) | (owners <= 0) | (cells < 0), -1, rows))
+        self._operation("page_tables", "map_slots")(handles, positions, self.tables[found.name], found.page_size, out)
+        return out
 
     def _check_tensor(self, what: str, tensor: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> None:
         if tensor.dtype != dtype:
