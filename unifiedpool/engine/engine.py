@@ -50,7 +50,8 @@ class StepStats:
     """One step in numbers.
 
     ``live_bytes`` counts the cells that requests hold, per kind, in padded strides, after the step's allocations and
-    before its requests finish; ``used_tokens`` the tokens in their caches.
+    before its requests finish; ``promised_bytes`` what admission holds for them beyond that; ``used_tokens`` the tokens
+    in their caches.
     """
 
     step: int
@@ -61,8 +62,10 @@ class StepStats:
     finished: int
     prefill_tokens: int
     decode_rows: int
+    sampled_tokens: int
     used_tokens: int
     live_bytes: dict[str, int]
+    promised_bytes: int
     moved_bytes: int
 
 
@@ -220,7 +223,7 @@ class Engine:
             exception is raised at the end.
         """
         if not self.has_work:
-            return StepStats(self.totals.steps, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys(self._strides, 0), 0)
+            return StepStats(self.totals.steps, 0, 0, 0, 0, 0, 0, 0, 0, 0, dict.fromkeys(self._strides, 0), 0, 0)
         work = self.scheduler.schedule()
         for request in work.retracted:
             self.runner.release(request.request_id)
@@ -228,6 +231,7 @@ class Engine:
         moved = plan.moved_bytes if plan is not None else 0
         running = list(self.scheduler.running)
         live = self._live_bytes(running)
+        promised = sum(n * self._strides[kind] for request in running for kind, n in request.promised.items())
         used = sum(request.computed for request in running) + len(work.decode)
         used += sum(chunk.end - chunk.start for chunk in work.prefill)
         finished_before = self.totals.finished
@@ -258,8 +262,10 @@ class Engine:
             finished=self.totals.finished - finished_before,
             prefill_tokens=sum(chunk.end - chunk.start for chunk in work.prefill),
             decode_rows=len(work.decode),
+            sampled_tokens=len(work.decode) + sum(chunk.samples for chunk in work.prefill),
             used_tokens=used,
             live_bytes=live,
+            promised_bytes=promised,
             moved_bytes=moved,
         )
 
