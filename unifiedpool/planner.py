@@ -147,6 +147,7 @@ def _host_handles(values: object) -> memoryview:
         raise InvalidHandleError(f"handles must be int32 integers: {error}") from None
 
 
+_NOWHERE = Handles(0)
 DemandLike: TypeAlias = "Demand | Mapping[str | tuple[str, ...], int]"
 
 
@@ -166,7 +167,7 @@ class Demand:
         self.keys = tuple(demand)
         self._items: Any = ffi.new("up_item[]", max(len(demand), 1))
         self._native: Any = ffi.new("up_demand *", (planner._grids, 0, len(demand), 0, self._items, ffi.NULL))
-        self._out: Handles | None = None  # where the native demand points
+        self._out = _NOWHERE  # where the native demand points
         self._counts = [0] * len(demand)
         for index, (key, count) in enumerate(demand.items()):
             names = (key,) if isinstance(key, str) else tuple(key)
@@ -329,10 +330,6 @@ class Planner:
 
     def _raise(self, code: int, what: str, demand: Demand | None = None) -> NoReturn:
         error = lib.up_last_error(self._grids)
-        if code == lib.UP_BAD_ARGUMENT and demand is not None and demand._out and demand._out.capacity < demand.total:
-            raise InvalidArgumentError(
-                f"{what}: out holds {demand._out.capacity} handles; the demand is for {demand.total}"
-            )
         if code == lib.UP_NO_CAPACITY:
             raise CapacityError(self._capacity_message(what, demand, error))
         raise_for_planner(code, error, self.layout.names, what)
@@ -400,15 +397,16 @@ class Planner:
             demand: a mapping or a compiled `Demand`.
             moves: False asks whether it fits without moving a cell.
         """
-        if demand.__class__ is not Demand or demand._planner is not self:
-            demand = self._compiled(demand)
-        if moves:
+        if type(demand) is Demand and demand._planner is self and moves:
             code = self._can_allocate(demand._native)
         else:
-            code = lib.up_can_allocate(self._grids, demand._items, len(demand.keys), lib.UP_FORBID_MOVES)
+            code = self._fits(self._compiled(demand), 0 if moves else _FORBID_MOVES)
         if code < 0:
-            self._raise(code, "can_allocate", demand)
+            self._raise(code, "can_allocate")
         return code == 1  # type: ignore[no-any-return]
+
+    def _fits(self, demand: Demand, flags: int) -> int:
+        return lib.up_can_allocate(self._grids, demand._items, len(demand.keys), flags)  # type: ignore[no-any-return]
 
     def shortfall(self, demand: DemandLike) -> int:
         """Return the bytes to free before `demand` fits; 0 when it fits. A lower bound while pins hold cells."""
@@ -445,31 +443,27 @@ class Planner:
 
         Complexity: O(cells) of the demand, plus O(windows / 64 + cells moved) for each window opened.
         """
-        if demand.__class__ is not Demand or demand._planner is not self:
-            demand = self._compiled(demand)
-        if overwrite or pinned or not moves:
-            return self._allocate_flagged(demand, out, _flags(moves, overwrite, pinned))
-        if out is None or out is not demand._out:
-            out = self._aimed(demand, out)
-        code = self._allocate(demand._native)
+        try:
+            is_bound = demand._out is out and demand._planner is self  # type: ignore[union-attr]
+        except AttributeError:
+            is_bound = False  # a mapping; asking for its type first costs more than this whole line
+        if not is_bound or overwrite or pinned or not moves:
+            return self._allocate_with(self._compiled(demand), out, _flags(moves, overwrite, pinned))
+        code = self._allocate(demand._native)  # type: ignore[union-attr]
         if code:
-            self._raise(code, "allocate", demand)
-        return out
+            self._raise(code, "allocate", demand)  # type: ignore[arg-type]
+        return out  # type: ignore[return-value]
 
-    def _aimed(self, demand: Demand, out: Handles | None, flags: int = 0) -> Handles:
-        """Make `out` the demand's buffer, or a new one, once it is clear that what it will hold can be had."""
+    def _allocate_with(self, demand: Demand, out: Handles | None, flags: int) -> Handles:
         if out is None:
-            code = lib.up_can_allocate(self._grids, demand._items, len(demand.keys), flags)
+            # Before a buffer is made for it: what cannot be had may be too large for one.
+            code = self._fits(demand, flags)
             if code != 1:
-                self._raise(lib.up_last_error(self._grids).code if code == 0 else code, "allocate", demand)
+                self._raise(code or lib.up_last_error(self._grids).code, "allocate", demand)
             out = Handles(demand.total)
         elif out.capacity < demand.total:
             raise InvalidArgumentError(f"out holds {out.capacity} handles; the demand is for {demand.total}")
         demand._aim(out)
-        return out
-
-    def _allocate_flagged(self, demand: Demand, out: Handles | None, flags: int) -> Handles:
-        out = self._aimed(demand, out, flags)
         demand._native.flags = flags
         code = self._allocate(demand._native)
         demand._native.flags = 0
@@ -485,7 +479,7 @@ class Planner:
             PinnedError: a handle is pinned.
             ConcurrentCallError: another thread is inside this planner.
         """
-        if handles.__class__ is Handles and handles._planner is self:
+        if type(handles) is Handles and handles._planner is self:
             code = self._free(handles._native)
         else:
             view = self._host_handles(handles)
@@ -836,7 +830,7 @@ class Reservation:
         counts = compiled.per_kind()
         if any(count > left for count, left in zip(counts, self._left, strict=True)):
             raise ReservationError(f"commit of {compiled!r}: the reservation has {self.left} left")
-        out = planner._allocate_flagged(compiled, out, _flags(True, overwrite, pinned) | int(lib.UP_FROM_RESERVATION))
+        out = planner._allocate_with(compiled, out, _flags(True, overwrite, pinned) | int(lib.UP_FROM_RESERVATION))
         self._left = [left - count for left, count in zip(self._left, counts, strict=True)]
         return out
 
