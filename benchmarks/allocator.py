@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from sortedcontainers import SortedDict
 
-from harness import Options, Report, Timing, measure, options, summary
+from harness import Options, Report, compare, measure, options, summary
 from unifiedpool import Handles, Layout, Planner
 from unifiedpool._native import lib
 
@@ -101,20 +101,22 @@ def fragmented(pages: int, window_pages: int, rng: np.random.Generator, *, live:
     return planner
 
 
-def page_rows(report: Report, pages: int, empty: Timing, rng: np.random.Generator) -> None:
+def page_rows(report: Report, pages: int, rng: np.random.Generator) -> None:
     """Time allocate and free at one arena size."""
     report.say(f"{pages:,} pages")
     planner = fragmented(pages, WINDOW_PAGES, rng)
     repeats = report.repeats(40, quick=12)
     for batch in BATCHES:
         demand, out = planner.demand({"full": batch}), Handles(batch)
-        names = {"allocate": planner.allocate, "free": planner.free, "demand": demand, "out": out}
-        timing = measure("allocate(demand, out); free(out)", names, items=batch, repeats=repeats)
+        names = {"allocate": planner.allocate, "free": planner.free, "demand": demand, "out": out, "noop": lib.up_noop}
         name = f"allocate + free a page, {pages:,} pages, batch {batch}"
-        report.time(name, timing, target=PAGE_TARGETS_NS[pages].get(batch))
-        if batch == 1:
-            ratio = timing.median_ns / (2 * empty.median_ns)
-            report.add(f"  the same, of two empty calls, {pages:,} pages", ratio, "1", target=1.6)
+        if batch > 1:
+            timing = measure("allocate(demand, out); free(out)", names, items=batch, repeats=repeats)
+            report.time(name, timing, target=PAGE_TARGETS_NS[pages][batch])
+        else:
+            timing, ratio = compare("allocate(demand, out); free(out)", "noop(); noop()", names, repeats=repeats)
+            report.time(name, timing)
+            report.ratio(f"  the same, of two empty calls, {pages:,} pages", ratio, target=1.6)
     churn_row(report, planner, pages, rng)
     if pages > 100_000:
         return
@@ -147,7 +149,7 @@ def churn_row(report: Report, planner: Planner, pages: int, rng: np.random.Gener
     report.time(f"  random pages freed, {pages:,} pages, batch {batch}", summary(samples))
 
 
-def call_rows(report: Report, empty: Timing) -> None:
+def call_rows(report: Report) -> None:
     """Time the calls whose targets are multiples of an empty one."""
     report.say("single calls")
     repeats = report.repeats(40, quick=12)
@@ -155,14 +157,15 @@ def call_rows(report: Report, empty: Timing) -> None:
     planner = Planner(layout, 100_000 * PAGE_BYTES)
     planner.allocate({"full": 30_000, "state": 8})
     demand, out = planner.demand({"state": 1}), Handles(1)
-    names = {"allocate": planner.allocate, "free": planner.free, "demand": demand, "out": out}
-    timing = measure("allocate(demand, out); free(out)", names, repeats=repeats)
-    report.time("allocate + free a state slot over 1,000 pages", timing)
-    report.add("  the same, of two empty calls", timing.median_ns / (2 * empty.median_ns), "1", target=2.5)
     joint = planner.demand({"full": 12, "state": 1})
-    timing = measure("can_allocate(demand)", {"can_allocate": planner.can_allocate, "demand": joint}, repeats=repeats)
+    names = {"allocate": planner.allocate, "free": planner.free, "demand": demand, "out": out, "noop": lib.up_noop}
+    names |= {"can_allocate": planner.can_allocate, "joint": joint}
+    timing, ratio = compare("allocate(demand, out); free(out)", "noop(); noop()", names, repeats=repeats)
+    report.time("allocate + free a state slot over 1,000 pages", timing)
+    report.ratio("  the same, of two empty calls", ratio, target=2.5)
+    timing, ratio = compare("can_allocate(joint)", "noop()", names, repeats=repeats)
     report.time("can_allocate, a joint demand", timing)
-    report.add("  the same, of one empty call", timing.median_ns / empty.median_ns, "1", target=1.5)
+    report.ratio("  the same, of one empty call", ratio, target=1.5)
 
 
 def open_rows(report: Report, rng: np.random.Generator) -> None:
@@ -187,16 +190,18 @@ def open_rows(report: Report, rng: np.random.Generator) -> None:
     spread = summary(ratios)
     report.add(
         "  the same, of 3 us + 30 ns a moved page",
-        spread.median_ns,
+        spread.median,
         "1",
         target=1.0,
-        low=spread.low_ns,
-        high=spread.high_ns,
+        low=spread.low,
+        high=spread.high,
     )
 
 
 def search_rows(report: Report, rng: np.random.Generator) -> None:
-    """Time the search for the cheapest window right after a change to a random one."""
+    """Time the search for the cheapest window right after a change to a random one, less what the call itself takes."""
+    idle = fragmented(6_000, 1_000, rng, live=0.0)
+    call = measure("f(0)", {"f": idle.next_open_cost}).median
     for windows in (6_000, 60_000, 1_000_000):
         report.say(f"{windows:,} windows")
         planner = fragmented(windows * 8, 8, rng, live=0.75)
@@ -212,7 +217,7 @@ def search_rows(report: Report, rng: np.random.Generator) -> None:
             cost = next_open_cost(0)
             elapsed = time.perf_counter_ns() - begin
             if cost:
-                samples.append(float(elapsed))
+                samples.append(elapsed - call)
             while planner.next_open_cost(0) == 0:  # a window has become empty: fill it, or there is nothing to search
                 planner.allocate(slot, out)
         report.time(f"find the cheapest window of {windows:,}", summary(samples), target=2_000.0)
@@ -250,8 +255,8 @@ def run(chosen: Options) -> int:
     empty = measure("noop()", {"noop": lib.up_noop}, repeats=report.repeats(40, quick=20))
     report.time("an empty call into the C library", empty)
     for pages in PAGE_TARGETS_NS:
-        page_rows(report, pages, empty, rng)
-    call_rows(report, empty)
+        page_rows(report, pages, rng)
+    call_rows(report)
     open_rows(report, rng)
     search_rows(report, rng)
     peer_rows(report, 100_000)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["Options", "Report", "Row", "Timing", "machine", "measure", "options", "summary", "versions"]
+__all__ = ["Options", "Report", "Row", "Spread", "compare", "machine", "measure", "options", "summary", "versions"]
 
 PACKAGES = ("unifiedpool", "torch", "triton", "transformers", "numpy", "cffi", "sortedcontainers", "vllm", "sglang")
 
@@ -45,12 +45,12 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """The time of one call in nanoseconds: the median of the repeats, with the quartiles around it."""
+class Spread:
+    """The median of the repeats, with the quartiles around it: nanoseconds of one call, or a ratio of two of them."""
 
-    median_ns: float
-    low_ns: float
-    high_ns: float
+    median: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +85,12 @@ def options(description: str | None, *, add: Callable[[argparse.ArgumentParser],
     return Options(chosen.quick, chosen.seed, chosen.json, chosen)
 
 
-def summary(samples_ns: Sequence[float]) -> Timing:
-    """Return the median and the quartiles of samples in nanoseconds, of which there is at least one."""
-    if len(samples_ns) < 2:
-        return Timing(samples_ns[0], samples_ns[0], samples_ns[0])
-    low, median, high = statistics.quantiles(samples_ns, n=4, method="inclusive")
-    return Timing(median, low, high)
+def summary(samples: Sequence[float]) -> Spread:
+    """Return the median and the quartiles of samples, of which there is at least one."""
+    if len(samples) < 2:
+        return Spread(samples[0], samples[0], samples[0])
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Spread(median, low, high)
 
 
 def measure(
@@ -101,7 +101,7 @@ def measure(
     sample_ns: int = 200_000,
     repeats: int = 30,
     warmup: int = 2,
-) -> Timing:
+) -> Spread:
     """Time a statement, or a function without arguments, as often as makes a sample long enough for the clock.
 
     Args:
@@ -117,11 +117,36 @@ def measure(
         CPU time of this thread per item, with the garbage collector off: other programs on the machine do not count.
     """
     timer = timeit.Timer(statement, timer=time.thread_time_ns, globals=names)
+    number = _calls(timer, sample_ns)
+    samples = [float(sample) / number / items for sample in timer.repeat(warmup + repeats, number)]
+    return summary(samples[warmup:])
+
+
+def compare(
+    statement: str, baseline: str, names: dict[str, Any], *, sample_ns: int = 200_000, repeats: int = 30
+) -> tuple[Spread, Spread]:
+    """Time two statements in turns, so that both meet the same machine.
+
+    Returns:
+        The first one's time, as `measure` returns it, and the ratio of the two times, pair by pair.
+    """
+    timers = [timeit.Timer(text, timer=time.thread_time_ns, globals=names) for text in (statement, baseline)]
+    numbers = [_calls(timer, sample_ns) for timer in timers]
+    times: list[float] = []
+    ratios: list[float] = []
+    for _ in range(repeats):
+        first, second = (timer.timeit(number) / number for timer, number in zip(timers, numbers, strict=True))
+        times.append(first)
+        ratios.append(first / second)
+    return summary(times), summary(ratios)
+
+
+def _calls(timer: timeit.Timer, sample_ns: int) -> int:
+    """Return how many runs make a sample of at least `sample_ns`, having warmed the code up."""
     number = 1
     while timer.timeit(number) < sample_ns and number < 1 << 24:
         number *= 2
-    samples = [float(sample) / number / items for sample in timer.repeat(warmup + repeats, number)]
-    return summary(samples[warmup:])
+    return number
 
 
 def machine() -> dict[str, str | int]:
@@ -197,10 +222,14 @@ class Report:
         self.rows.append(row)
         return row
 
-    def time(self, name: str, timing: Timing, *, target: float | None = None, note: str = "") -> Row:
+    def time(self, name: str, timing: Spread, *, target: float | None = None, note: str = "") -> Row:
         """Add a row in nanoseconds."""
-        low, high = timing.low_ns, timing.high_ns
-        return self.add(name, timing.median_ns, "ns", target=target, low=low, high=high, note=note)
+        low, high = timing.low, timing.high
+        return self.add(name, timing.median, "ns", target=target, low=low, high=high, note=note)
+
+    def ratio(self, name: str, ratio: Spread, *, target: float | None = None) -> Row:
+        """Add a row without a unit, of what `compare` returned."""
+        return self.add(name, ratio.median, "1", target=target, low=ratio.low, high=ratio.high)
 
     def to_json(self) -> dict[str, Any]:
         """Return what --json writes."""
