@@ -95,7 +95,7 @@ def load_traces(folder: Path = DEFAULT_FOLDER, *, seed: int = 0, generated: int 
     return Traces(short, long, f"generated lengths (no traces in {folder.name}/), seed {seed}")
 
 
-def phases(traces: Traces, count: int, *, seed: int, short: int = 400, long: int = 225) -> list[Request]:
+def phases(traces: Traces, count: int, *, seed: int, short: int = 400, long: int = 210) -> list[Request]:
     """Return `count` requests: `short` short ones, then `long` long ones, and so on, each in trace order.
 
     Args:
@@ -116,7 +116,7 @@ def mix(
     count: int,
     *,
     seed: int,
-    long_share: float = 0.15,
+    long_share: float = 0.14,
     very_long_share: float = 0.01,
     very_long_times: int = 40,
 ) -> list[Request]:

@@ -165,7 +165,7 @@ def test_ours_moves_as_many_bytes_as_its_tables_show() -> None:
     source = random.Random(0)
     live: set[int] = set()
     moved = refused = 0
-    for request in range(3000):
+    for request in range(800):
         before = [list(pool.planner.cells(kind)) for kind in range(2)]
         if pool.admit(request, [source.random() < 0.5, source.randint(0, 9)]):
             live.add(request)
@@ -179,7 +179,7 @@ def test_ours_moves_as_many_bytes_as_its_tables_show() -> None:
                 live.discard(victim)
                 pool.finish(victim)
     counters = pool.counters()
-    assert refused > 100
+    assert refused > 30
     assert counters.moved == moved > 0
     assert counters.worst_window < model.layout.strides[0]
     assert counters.wrong_answers == 0
@@ -188,9 +188,9 @@ def test_ours_moves_as_many_bytes_as_its_tables_show() -> None:
 @pytest.mark.parametrize("sizes", [(16, 1), (16, 2, 1)])
 @pytest.mark.parametrize("kept", [True, False])
 def test_simulate_every_policy_serves_every_request(sizes: tuple[int, ...], kept: bool) -> None:
-    model = tiny(sizes, 1600)
+    model = tiny(sizes, 500)
     source = random.Random(0)
-    requests = [Request(source.randint(1, 200), source.randint(1, 60)) for _ in range(300)]
+    requests = [Request(source.randint(1, 200), source.randint(1, 60)) for _ in range(60)]
     for name in POLICIES:
         results = [
             simulate(make_policy(name, model, kept=kept, requests=len(requests)), model, requests, kept=kept)

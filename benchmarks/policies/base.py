@@ -56,6 +56,10 @@ class Policy(ABC):
     """Base of the policies."""
 
     @abstractmethod
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Say whether `counts` more cells of each kind could be had, by one request or by several. Changes nothing."""
+
+    @abstractmethod
     def admit(self, request: int, counts: Sequence[int]) -> bool:
         """Give a new request `counts` cells of each kind, all or nothing; say whether it was done."""
 

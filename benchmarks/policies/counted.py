@@ -27,6 +27,9 @@ class StaticRatio(Policy):
         self._free = [int(state_bytes // model.cell_bytes[0]), *pages]
         self._held: dict[int, list[int]] = {}
 
+    def fits(self, counts: Sequence[int]) -> bool:
+        return all(count <= free for count, free in zip(counts, self._free, strict=True))
+
     def admit(self, request: int, counts: Sequence[int]) -> bool:
         self._held[request] = [0] * len(counts)
         if self.grow(request, counts):
@@ -35,7 +38,7 @@ class StaticRatio(Policy):
         return False
 
     def grow(self, request: int, counts: Sequence[int]) -> bool:
-        if any(count > free for count, free in zip(counts, self._free, strict=True)):
+        if not self.fits(counts):
             return False
         held = self._held[request]
         for kind, count in enumerate(counts):
@@ -76,6 +79,9 @@ class VllmBlocks(Policy):
         self._free = model.arena_bytes // self.block_bytes
         self._held: dict[int, list[int]] = {}  # cells of each kind, then states kept per state cell
         self._blocks: dict[int, int] = {}
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        return self._need([*counts, self._states]) <= self._free
 
     def _need(self, held: Sequence[int]) -> int:
         *cells, states = held
@@ -136,6 +142,16 @@ class _Groups(Policy):
         self._by_request = by_request
         self._held: dict[int, list[list[list[int]]]] = {}  # request -> kind -> [page, cells], oldest first
 
+    def _missing(self, counts: Sequence[int]) -> int:
+        """Free large pages that `counts` need beside the room in the kinds' own."""
+        return sum(
+            ceil(max(0, count - room) / per)
+            for count, room, per in zip(counts, self._room, self._per_page, strict=True)
+        )
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        return self._missing(counts) <= len(self._free_pages)
+
     def admit(self, request: int, counts: Sequence[int]) -> bool:
         self._held[request] = [[] for _ in counts]
         if self.grow(request, counts):
@@ -144,13 +160,11 @@ class _Groups(Policy):
         return False
 
     def grow(self, request: int, counts: Sequence[int]) -> bool:
-        missing = [max(0, count - room) for count, room in zip(counts, self._room, strict=True)]
-        pages = sum(ceil(count / per) if per else count for count, per in zip(missing, self._per_page, strict=True))
-        if pages > len(self._free_pages):
+        spare = len(self._free_pages) - self._missing(counts)
+        if spare < 0:
             return False
         # A request-aware choice takes free pages before other requests' partial ones, so what the next kind needs is
         # set aside first.
-        spare = len(self._free_pages) - pages
         for kind, count in enumerate(counts):
             spare = self._place(request, kind, count, spare)
         return True

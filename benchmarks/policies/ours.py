@@ -34,7 +34,7 @@ class NestedGrids(Policy):
         self._wrong = 0
         self._calls = 0
 
-    def _fits(self, counts: Sequence[int]) -> bool:
+    def _formula(self, counts: Sequence[int]) -> bool:
         """The capacity formula without pins, from counts kept here."""
         need = 0
         for kind, cells in enumerate(self._cells):
@@ -43,18 +43,20 @@ class NestedGrids(Policy):
                 return False
         return True
 
+    def fits(self, counts: Sequence[int]) -> bool:
+        for index, kind in enumerate(self._order):
+            self._demand.set(index, counts[kind])
+        answer = self.planner.can_allocate(self._demand)
+        self._wrong += answer != self._formula(counts)
+        return answer
+
     def admit(self, request: int, counts: Sequence[int]) -> bool:
         return self.grow(request, counts)
 
     def grow(self, request: int, counts: Sequence[int]) -> bool:
-        demand = self._demand
-        for index, kind in enumerate(self._order):
-            demand.set(index, counts[kind])
-        fits = self.planner.can_allocate(demand)
-        self._wrong += fits != self._fits(counts)
-        if not fits:
+        if not self.fits(counts):
             return False
-        handles = array("i", self.planner.allocate(demand, overwrite=True).view)
+        handles = array("i", self.planner.allocate(self._demand, overwrite=True).view)
         held = self._handles.setdefault(request, [array("i") for _ in self._order])
         begin = 0
         for index, kind in enumerate(self._order):

@@ -21,6 +21,7 @@ _DECLARATIONS = """
 typedef struct pool pool;
 pool *te_create(int64_t arena, const int64_t *strides, int num_kinds, int pack, int32_t requests);
 void te_destroy(pool *p);
+int te_fits(const pool *p, const int64_t *counts);
 int te_take(pool *p, int32_t request, const int64_t *counts);
 void te_drop(pool *p, int32_t request, int kind, int64_t count);
 void te_stats(const pool *p, int64_t *out);
@@ -59,6 +60,10 @@ class TwoEnded(Policy):
         self._pool = ffi.gc(created, self._lib.te_destroy)
         self._counts = ffi.new("int64_t[]", self._kinds)
         self._ffi = ffi
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        self._counts[0 : self._kinds] = counts
+        return bool(self._lib.te_fits(self._pool, self._counts))
 
     def admit(self, request: int, counts: Sequence[int]) -> bool:
         self._counts[0 : self._kinds] = counts
