@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection
 
 from lockstep import Lockstep
-
 from unifiedpool import Layout, StepPlan, UnifiedPoolError
 from unifiedpool.errors import CapacityError, InvalidArgumentError, InvalidHandleError, PinnedError
 from unifiedpool.planner import Pin, Reservation
@@ -115,9 +114,7 @@ class Episode:
         demand = self.demand()
         overwrite = self.rng.random() < 0.2
         self.say(demand)
-        self.both.allocate(
-            demand, moves=self.rng.random() < 0.85, overwrite=overwrite, pinned=self.rng.random() < 0.2
-        )
+        self.both.allocate(demand, moves=self.rng.random() < 0.85, overwrite=overwrite, pinned=self.rng.random() < 0.2)
         if overwrite:
             self.step()  # the promise to overwrite is kept before anything is freed
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from models import ByteMap, Operation
 from numpy.typing import NDArray
 
+from models import ByteMap, Operation
 from unifiedpool import Arena, CapacityError, Layout, Planner, StepPlan
 from unifiedpool.plan import OPERATION_NAMES
 from unifiedpool.planner import Pin, Reservation
 
 __all__ = ["FRESH", "UNKNOWN", "Demand", "Lockstep", "operations", "without_first_move"]
 
-Demand = Mapping[str | tuple[str, ...], int]
+Demand = Mapping[Any, int]  # kind names, or tuples of them
 FRESH = -2  # zero, or bytes that a cell of the same kind held last
 UNKNOWN = -3  # never zeroed, or promised to be overwritten
 
@@ -101,7 +102,9 @@ class Lockstep:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, demand: Demand, *, moves: bool = True, overwrite: bool = False, pinned: bool = False) -> list[int]:
+    def allocate(
+        self, demand: Demand, *, moves: bool = True, overwrite: bool = False, pinned: bool = False
+    ) -> list[int]:
         """Allocate, or return [] where the formula refuses."""
         allowed = self.fits(demand, moves=moves)
         is_unmoved, digest = self.map.fits_unmoved(self.per_kind(demand)), self.planner.digest()
@@ -153,7 +156,7 @@ class Lockstep:
 
     def attach(self, handles: Sequence[int], kind: str, *, overwrite: bool = False) -> bool:
         """Attach, or return False where the formula refuses."""
-        demand = {kind: len(handles)}
+        demand: Demand = {kind: len(handles)}
         allowed, is_unmoved = self.fits(demand), self.map.fits_unmoved(self.per_kind(demand))
         try:
             self.planner.attach(handles, kind, overwrite=overwrite)
@@ -322,7 +325,8 @@ class Lockstep:
             cell = self.map.cells[kind][handle]
             words = self.map.memory[self.map.span(kind, cell)]
             if number == FRESH:
-                assert ((words == 0) | ((words > 0) & (words % len(self.kinds) == kind))).all(), f"handle {handle}: {words}"
+                own = (words > 0) & (words % len(self.kinds) == kind)
+                assert (own | (words == 0)).all(), f"fresh handle {handle} of kind {kind} reads {words}"
             elif number >= 0:
                 assert (words == number).all(), f"handle {handle} of kind {kind} reads {words}, not {number}"
             if self.arena is not None and number >= 0:

@@ -43,12 +43,16 @@ MUTANTS = (
     ("a pinned window may be opened", r"larger->window\[t\] \^= WINDOW_PINNED;", ""),
     ("a write forgets an earlier read", r"if \(g->read\[dst \+ i\] >= level\) [^;]*;", ""),
     ("a read forgets an earlier write", r"if \(reads && g->wrote\[src \+ i\] >= level\) [^;]*;", ""),
-    ("a failed batch stays marked", r"while \(i-- > 0\) g->handle\[handles\[i\]\] &= ~HANDLE_MARKED;", ""),
+    ("a failed batch stays marked", r"while \(i-- > 0\) words\[handles\[i\]\] &= ~HANDLE_MARKED;", ""),
     ("an evacuated handle's table change is lost", r"handle_changed\(g, h\);(?=\s*record\(g, UP_OP_MOVE, j)", ""),
     ("a window is not looked at again", r"mark_stale\(larger, t\);(?=\s*window_update)", ""),
-    ("the last bit of a range is left out", r"w == last \? \(int\)\(\(hi - 1\) & 63\) \+ 1 : 64", "w == last ? (int)((hi - 1) & 63) : 64"),
+    (
+        "the last bit of a range is lost",
+        r"w == last \? \(int\)\(\(hi - 1\) & 63\) \+ 1 :",
+        "w == last ? (hi - 1) & 63 :",
+    ),
     ("promises are not counted", r"\(promised \? g->count\[k\]\.reserved : 0\)", "0"),
-    ("straddling bytes are not held", r"(?<=\n    )hold_below\([^;]*;", ""),
+    ("straddling bytes are not held", r"hold_below\(g, old, straddling, [01]\);", ""),
 )
 
 
@@ -64,7 +68,7 @@ def build(out: Path, sources: Sequence[Path], *flags: str) -> Path:
     return out
 
 
-def run(*command: str | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def run(*command: str | int | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     environment["ASAN_OPTIONS"] = "detect_leaks=1"
     return subprocess.run(
@@ -79,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def white_box(folder: Path) -> Path:
-    return build(folder / "test_grids", [WHITE_BOX, CSRC / "plan.c"], "-O1", *SANITIZE)
+    return build(folder / "test_grids", [WHITE_BOX, CSRC / "plan.c"], "-O0", *SANITIZE)
 
 
 @pytest.fixture(scope="session")
@@ -92,10 +96,17 @@ def core_objects(folder: Path) -> list[Path]:
     return [build(folder / f"{source.stem}.o", [source], "-O1", "-c") for source in CORE]
 
 
+@pytest.fixture(scope="session")
+def fuzzer_object(folder: Path) -> Path:
+    return build(folder / "fuzzer.o", [FUZZER], "-O1", "-c")
+
+
 def fuzz_in_parallel(fuzzer: Path, seeds: Sequence[int], operations: int) -> list[str]:
     """Run one fuzzer a seed, all at once; return their last words."""
     runs = [
-        subprocess.Popen([str(fuzzer), str(seed), str(operations)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [str(fuzzer), str(seed), str(operations)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for seed in seeds
     ]
     outputs = [each.communicate()[0] for each in runs]
@@ -134,14 +145,14 @@ def test_fuzzer_same_seed_gives_the_same_digest_in_every_process(fuzzer: Path, s
 
 @pytest.mark.parametrize("number", range(1, len(CANARIES) + 1), ids=[name.replace(" ", "-") for name in CANARIES])
 def test_fuzzer_with_a_lying_core_fails(folder: Path, core_objects: list[Path], number: int) -> None:
-    canary = build(folder / f"canary{number}", [FUZZER, *core_objects], "-O1", f"-DUP_CANARY={number}")
+    canary = build(folder / f"canary{number}", [FUZZER, *core_objects], "-O0", f"-DUP_CANARY={number}")
     done = run(canary, 1, 100_000, "--quiet", timeout=60)
     assert done.returncode == 1, done.stdout
     assert "FAILED: seed 1" in done.stdout
 
 
 def test_fuzzer_shrinks_a_failure_to_a_few_operations(folder: Path, core_objects: list[Path]) -> None:
-    canary = build(folder / "shrinks", [FUZZER, *core_objects], "-O1", "-DUP_CANARY=1")
+    canary = build(folder / "shrinks", [FUZZER, *core_objects], "-O0", "-DUP_CANARY=1")
     done = run(canary, 3, 100_000, timeout=120)
     shrunk = re.search(r"shrunk to (\d+) of (\d+) operations", done.stdout)
     assert shrunk, done.stdout
@@ -157,13 +168,15 @@ def mutated(pattern: str, instead: str) -> str | None:
 
 
 @pytest.mark.parametrize(("what", "pattern", "instead"), MUTANTS, ids=[m[0].replace(" ", "-") for m in MUTANTS])
-def test_fuzzer_with_a_bug_planted_in_the_core_fails(folder: Path, what: str, pattern: str, instead: str) -> None:
+def test_fuzzer_with_a_bug_planted_in_the_core_fails(
+    folder: Path, fuzzer_object: Path, what: str, pattern: str, instead: str
+) -> None:
     source = mutated(pattern, instead)
     if source is None:
         pytest.skip(f"the core has changed: write the mutant {what!r} anew")
     path = folder / f"{re.sub('[^a-z]', '_', what)}.c"
     path.write_text(source)
-    mutant = build(path.with_suffix(""), [FUZZER, path, CSRC / "plan.c"], "-O1", "-w")
+    mutant = build(path.with_suffix(""), [fuzzer_object, path, CSRC / "plan.c"], "-O0", "-w")
     done = run(mutant, 1, 400_000, "--quiet", timeout=120)
     assert done.returncode == 1, f"{what}: {done.stdout}"
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from lockstep import Lockstep, without_first_move
 
+from lockstep import Lockstep, without_first_move
 from unifiedpool import Layout
 from unifiedpool.errors import CapacityError, InvalidArgumentError, PinnedError
 from unifiedpool.planner import Pin, Reservation
@@ -52,7 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
         names = NAMES[-len(strides) :]
         layout = Layout.simple(
             dict(zip(names, reversed(strides), strict=True)),
-            ends={name: "low" if low else "high" for name in names[1:]},
+            ends=dict.fromkeys(names[1:], "low" if low else "high"),
             zero={names[0]: "dirty"},
             null_cell=null_cell,
         )
