@@ -18,6 +18,7 @@ __all__: list[str] = []
 QUAD_BYTES = 16  # what one thread loads or stores at once
 QUAD_WORDS = 4  # int32 words of it
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+WARP_THREADS = 64 if torch.version.hip else 32
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -29,6 +30,11 @@ def cdiv(value: int, divisor: int) -> int:
 def next_power_of_2(value: int) -> int:
     """Return the least power of two that is at least `value` (1 for 0)."""
     return 1 << max(0, value - 1).bit_length()
+
+
+def warps(threads: int) -> int:
+    """Return how many warps make about so many threads: one to four."""
+    return max(1, min(4, threads // WARP_THREADS))
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError
 from . import naive
-from ._support import BITS, QUAD_BYTES, alias, cdiv, check_index, check_tensor, next_power_of_2, on_device
+from ._support import BITS, QUAD_BYTES, alias, cdiv, check_index, check_tensor, next_power_of_2, on_device, warps
 from .backend import uses_kernels
 
 __all__ = ["commit_conv_elements_kernel", "commit_conv_windows", "commit_conv_words_kernel", "overlapping_windows"]
@@ -171,7 +171,7 @@ def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots:
                 *strides,
                 elements * size // QUAD_BYTES,
                 BLOCK=block,
-                num_warps=max(1, min(4, block // 128)),
+                num_warps=warps(block // 4),
             )
             return
         block = min(MAX_BLOCK // 2, max(64, next_power_of_2(elements)))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import InvalidArgumentError
 from . import naive
-from ._support import QUAD_BYTES, alias, cdiv, check_buffer, check_stride, next_power_of_2, on_device, upload
+from ._support import QUAD_BYTES, alias, cdiv, check_buffer, check_stride, next_power_of_2, on_device, upload, warps
 from .backend import uses_kernels
 
 __all__ = ["LARGE_BLOCK", "SMALL_BLOCK", "CellPairs", "copy_cells", "copy_cells_kernel", "run_operations", "zero_cells"]
@@ -194,9 +194,8 @@ def _launch(source: Tensor, target: Tensor, operations: IntArray, strides: Seque
     at = rows.size
     with on_device(words):
         for total, size, block in launches:
-            # Four warps: at 16 KB a thread keeps 32 words; fewer threads for the small block keep them at four.
             copy_cells_kernel[(total,)](
-                src, dst, words, words[at:], GROUPS=size, BLOCK=block, num_warps=4 if block == LARGE_BLOCK else 2
+                src, dst, words, words[at:], GROUPS=size, BLOCK=block, num_warps=warps(block // 4)
             )
             at += size * GROUP_FIELDS
 

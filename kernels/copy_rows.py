@@ -29,6 +29,7 @@ from ._support import (
     merged,
     on_device,
     upload,
+    warps,
 )
 from .backend import uses_kernels
 
@@ -174,7 +175,7 @@ def copy_rows(buffer: Tensor, parts: RowParts, src: Tensor, dst: Tensor, indptr:
             parts.stride_bytes // QUAD_BYTES,
             parts.page_size,
             BLOCK=BLOCK,
-            num_warps=4,
+            num_warps=warps(BLOCK // 4),
             num_stages=1,
         )
 

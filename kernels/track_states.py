@@ -26,6 +26,7 @@ from ._support import (
     merged,
     next_power_of_2,
     on_device,
+    warps,
 )
 from .backend import uses_kernels
 
@@ -151,7 +152,7 @@ def track_states(states: Tensor, mask: Tensor, active: Tensor, track: Tensor) ->
             BLOCK=block,
             WORDS=QUAD_BYTES // word,
             TAIL=run_bytes % QUAD_BYTES // word,
-            num_warps=4 if lanes <= 1024 else 8,
+            num_warps=warps(block * word // QUAD_BYTES) if lanes <= 1024 else 8,
             num_stages=1,
         )
 

@@ -26,6 +26,7 @@ from ._support import (
     check_tensor,
     next_power_of_2,
     on_device,
+    warps,
 )
 from .backend import uses_kernels
 
@@ -318,8 +319,8 @@ def _launch(
             CACHE_UNIT=unit if mode == COPY else QUAD_BYTES,
             BLOCK=block,
             **flags,
-            # 16 bytes a thread at least, so that loads are 128 bits wide also for short rows.
-            num_warps=max(1, min(4, block // (32 * unit))),
+            # 16 bytes a thread at least, on both sides, so that accesses are 128 bits wide also for short rows.
+            num_warps=warps(block // (unit if mode == COPY else QUAD_BYTES)),
         )
 
 
