@@ -188,9 +188,9 @@ def test_ours_moves_as_many_bytes_as_its_tables_show() -> None:
 @pytest.mark.parametrize("sizes", [(16, 1), (16, 2, 1)])
 @pytest.mark.parametrize("kept", [True, False])
 def test_simulate_every_policy_serves_every_request(sizes: tuple[int, ...], kept: bool) -> None:
-    model = tiny(sizes, 500)
+    model = tiny(sizes, 800)
     source = random.Random(0)
-    requests = [Request(source.randint(1, 200), source.randint(1, 60)) for _ in range(60)]
+    requests = [Request(source.randint(1, 200), source.randint(1, 60)) for _ in range(90)]
     for name in POLICIES:
         results = [
             simulate(make_policy(name, model, kept=kept, requests=len(requests)), model, requests, kept=kept)
