@@ -314,7 +314,7 @@ class PrefixCache:
             state, unwritten = (state.handle, None) if state.written else (None, state.handle)
         if state is not None and self.state_kind is None:
             raise InvalidArgumentError("this cache keeps no states; insert without one")
-        if state is not None and (not isinstance(state, int) or state < 1):
+        if state is not None and (not isinstance(state, int) or isinstance(state, bool) or state < 1):
             raise InvalidHandleError(f"insert: state {state!r} is no handle")
         receipt = 0 if lock is None else self._receipt(lock, "insert")
         self.clock += lock is None

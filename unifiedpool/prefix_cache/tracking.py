@@ -74,8 +74,8 @@ class Tracker:
     """Where a request saves states, and how many slots that takes.
 
     Attributes:
-        strategy: "no_buffer" saves nothing on the way, only the live slot at the end; "extra_buffer" has two track slots
-            that take turns; "extra_buffer_lazy" gets its second one when it is needed; "auto" is "extra_buffer" with
+        strategy: "no_buffer" saves nothing on the way, only the live slot at the end; "extra_buffer" has two slots in
+            turns; "extra_buffer_lazy" gets its second one when it is needed; "auto" is "extra_buffer" with
             overlap or pages of more than a token, else "no_buffer".
         page_size: tokens per page.
         overlap: the next step is scheduled before this one is done.
