@@ -15,8 +15,8 @@ from pathlib import Path
 
 import cffi
 
-HEADERS = ("grids.h", "plan.h", "prefix_tree.h")
-SOURCES = ("grids.c", "plan.c", "prefix_tree.c")
+HEADERS = ("grids.h", "plan.h", "prefix_tree.h", "two_ended.h")
+SOURCES = ("grids.c", "plan.c", "prefix_tree.c", "two_ended.c")
 FOLDER = Path(__file__).resolve().parent
 
 

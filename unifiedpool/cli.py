@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import sys
 import warnings
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -21,12 +23,33 @@ try:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
     from rich.table import Table
 except ModuleNotFoundError as error:  # pragma: no cover - depends on the installation
     raise SystemExit(f"the command needs {error.name}: pip install 'unifiedpool[cli]'") from None
 
 from .errors import InvalidArgumentError, UnifiedPoolError, format_bytes
 from .layout import PaddingWarning
+from .replay import (
+    DEFAULT_HARDWARE,
+    DEFAULT_POLICIES,
+    DEFAULT_RATIOS,
+    Costs,
+    Hardware,
+    Options,
+    best_static,
+    compare,
+    default_costs,
+    run_replay,
+)
+from .replay.plots import plot_report
 from .sizing import DEFAULT_LENGTHS, STRATEGIES, Server, StaticSplit, load_model, plot_concurrency
 from .traces import FORMATS, Trace, generate_trace, read_trace, write_trace
 
@@ -413,6 +436,249 @@ def convert(
         _refuse(error)
     _say(f"{target}: {len(trace.requests):,} requests, {to}")
     _finish(trace)
+
+
+# -- replay ---------------------------------------------------------------------------------------------------------
+
+
+def _progress_bars(title: str, total: int) -> tuple[Progress, Callable[[Any, int], None]]:
+    """Make one bar a task; they appear as tasks report."""
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    )
+    known: dict[Any, Any] = {}
+
+    def report(task: Any, done: int) -> None:
+        if task not in known:
+            known[task] = bars.add_task(f"{title}{task}", total=total)
+        bars.update(known[task], completed=done)
+
+    return bars, report
+
+
+def _policies(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(text: str, what: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: {what} are numbers with commas between them") from None
+
+
+@app.command(
+    epilog="Examples:\n\n  unifiedpool replay t.jsonl --model kimi-k3 --tp 8 --cache 60GiB --state-dtype bfloat16\n\n"
+    "  unifiedpool replay azure.csv --model qwen3-next-80b --cache 40GiB --policies static:0.9,unified --clients 64\n\n"
+    "  unifiedpool replay t.jsonl.gz --model ./config.json --cache 40GiB --budgets 20GiB,80GiB --plots out"
+)
+def replay(
+    path: TracePath,
+    model: Annotated[str, typer.Option(help="A preset, a config.json, or its folder.")],
+    cache: Cache = None,
+    memory: Memory = None,
+    weights: Weights = None,
+    tp: Tp = 1,
+    kv_dtype: KvDtype = None,
+    state_dtype: StateDtype = None,
+    conv_dtype: ConvDtype = None,
+    page: Page = None,
+    strategy: Strategy = "auto",
+    overlap: Overlap = True,
+    policies: Annotated[str, typer.Option(help="Commas between; see the end of this help.")] = ",".join(
+        DEFAULT_POLICIES
+    ),
+    ratios: Annotated[str, typer.Option(help="Ratios that the policy 'static' tries.")] = ",".join(
+        map(str, DEFAULT_RATIOS)
+    ),
+    budgets: Annotated[str, typer.Option(help="More memory sizes, for hit rate against memory.")] = "",
+    requests: Annotated[int, typer.Option(help="Only the first so many; 0: all.")] = 0,
+    speed: Annotated[float, typer.Option(help="Let them arrive so many times as fast.")] = 1.0,
+    clients: Annotated[int, typer.Option(help="Closed loop: so many requests in the system; 0: arrival times.")] = 0,
+    chunk: Annotated[int, typer.Option(help="Prefill tokens of a step.")] = 6144,
+    max_running: Annotated[int, typer.Option(help="Most running requests, under every policy.")] = 512,
+    headroom: Annotated[int, typer.Option(help="Output tokens that admission wants room for.")] = 256,
+    flops: Annotated[float, typer.Option(help="FLOP/s that a GPU reaches.")] = DEFAULT_HARDWARE.flops,
+    bandwidth: Annotated[float, typer.Option(help="Bytes/s that a GPU reaches.")] = DEFAULT_HARDWARE.bandwidth,
+    step_overhead: Annotated[float, typer.Option(help="Seconds of a step beside compute and memory.")] = 0.002,
+    flops_per_token: Annotated[float | None, typer.Option(help="Of the model; default: by preset.")] = None,
+    flops_per_token_context: Annotated[float | None, typer.Option(help="Per token and token of context.")] = None,
+    weight_bytes: Annotated[str | None, typer.Option(help="Weights that a GPU reads in a step.")] = None,
+    format: FormatOption = None,
+    strict: Strict = False,
+    jobs: Annotated[int, typer.Option(help="Processes; 0: as many as there are cores.")] = 0,
+    plots: Annotated[Path | None, typer.Option(help="Write plots into this folder.")] = None,
+    json_path: Json = None,
+) -> None:
+    """Run a trace through the planner, the prefix cache and other engines' policies, and compare.
+
+    Policies: static (every ratio of --ratios, the best is shown), static:R, two-ended, two-ended:pack, blocks, lcm,
+    unified (= unified:value), unified:lru, unified:sglang, unified:path_cap, unified:marconi. Ctrl-C reports what there
+    is.
+    """
+    chosen, tried = _policies(policies), _numbers(ratios, "ratios")
+    sizes = [parse_size(part) for part in budgets.split(",") if part.strip()]
+    trace = _open_trace(path, format, strict)
+    spec_options = {"tp": tp, "kv_dtype": kv_dtype, "state_dtype": state_dtype, "conv_dtype": conv_dtype}
+    options = {"page_size": page, "strategy": strategy, "overlap": overlap}
+    try:
+        server = _server(model, _cache_bytes(cache, memory, weights), spec_options, options)
+        costs = default_costs(server)
+        changes = {"flops_per_token": flops_per_token, "flops_per_token_context": flops_per_token_context}
+        changes["weight_bytes"] = None if weight_bytes is None else float(parse_size(weight_bytes))
+        given = {name: value for name, value in changes.items() if value is not None}
+        if given:
+            costs = replace(costs, **given, source="given")
+        trace = trace.faster(speed) if speed != 1.0 else trace
+        trace = trace.head(requests) if requests > 0 else trace
+        bars, progress = _progress_bars("", len(trace.requests))
+        with bars:
+            report = run_replay(
+                trace,
+                server,
+                costs,
+                Hardware(flops, bandwidth, step_overhead),
+                Options(chunk, max_running, headroom, clients),
+                policies=chosen,
+                ratios=tried,
+                budgets=sizes,
+                jobs=jobs if jobs > 0 else os.cpu_count() or 1,
+                progress=progress,
+            )
+        if json_path is not None:
+            _write_json(report, json_path)
+        if plots is not None and report["runs"]:
+            for file in plot_report(report, plots):
+                err.print(f"plot: {file}", highlight=False)
+    except UnifiedPoolError as error:
+        _refuse(error)
+    if json_path != "-":
+        _print_replay(report, server, costs)
+    _finish_replay(report, trace, strict)
+
+
+def _finish_replay(report: dict[str, Any], trace: Trace, strict: bool) -> None:
+    """Say what was left out and set the exit code."""
+    for failure in report["failed"]:
+        err.print(f"[yellow]warning:[/] {failure['policy']}: {escape(failure['why'])}", highlight=False, soft_wrap=True)
+    too_large = {line for run in report["runs"] for line in run["requests"]["too_large_lines"]}
+    for run in report["runs"]:
+        lines = run["requests"]["too_large_lines"]
+        if lines:
+            shown = ", ".join(map(str, lines[:10])) + (", ..." if len(lines) > 10 else "")
+            text = f"{run['policy']}: {len(lines)} requests are larger than its memory and were refused: lines {shown}"
+            err.print(f"[yellow]warning:[/] {text}", highlight=False, soft_wrap=True)
+    if not report["complete"]:
+        err.print("[yellow]interrupted:[/] this is what there was", highlight=False)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    if not report["runs"] or (strict and too_large):
+        raise typer.Exit(EXIT_REFUSED)
+    if trace.problems or too_large or report["failed"]:
+        raise typer.Exit(EXIT_PARTIAL)
+
+
+def _print_replay(report: dict[str, Any], server: Server, costs: Costs) -> None:
+    size = server.cache_bytes
+    runs = [run for run in report["runs"] if run["cache_bytes"] == size]
+    if not runs:
+        return
+    best = best_static(runs)
+    shown = [run for run in runs if run is best or not run["policy"].startswith("static") or best is None]
+    swept = [run for run in runs if run["policy"].startswith("static")]
+    _say(
+        f"{report['trace']['name']}: {report['trace']['requests']:,} requests; {server.spec.name}, "
+        f"tp {server.spec.tp}, {format_bytes(size)} of caches per GPU; costs: {costs.source}"
+    )
+    headings = ("req/s", "tok/s", "running", "p50", "p95", "p99", "hits", "retracted", "policy")
+    table = _table(*headings, title="What requests see (p: time to the first token)", numbers=8)
+    for run in shown:
+        seen, ttft = run["throughput"], run["ttft_s"]
+        table.add_row(
+            f"{seen['requests_per_s']:.3f}",
+            f"{seen['output_tokens_per_s']:,.0f}",
+            f"{run['concurrency']['mean']:.1f}",
+            _seconds(ttft["p50"]),
+            _seconds(ttft["p95"]),
+            _seconds(ttft["p99"]),
+            f"{run['tokens']['hit_rate']:.1%}",
+            f"{run['retractions']:,}",
+            run["policy"],
+        )
+    out.print(table)
+    headings = ("useful", "tails", "padding", "free", "moved", "worst", "stalls", "host", "policy")
+    table = _table(*headings, title="What memory does", numbers=8)
+    for run in shown:
+        memory, moves, host = run["memory"], run["movement"], run["host"]
+        table.add_row(
+            *(f"{memory[part]:.1%}" for part in ("useful", "page_tails", "padding", "free")),
+            f"{moves['moved_share']:.2%}",
+            format_bytes(moves["worst_window"]),
+            f"{moves['stalls']:,}",
+            _seconds(host["allocator_s"] + host["cache_s"]),
+            run["policy"],
+        )
+    out.print(table)
+    _say("moved: bytes moved over bytes allocated; worst: bytes moved to open room once; host: allocator and tree")
+    if len(swept) > 1 and best is not None:
+        tried = ", ".join(f"{run['policy'][7:]}: {run['throughput']['requests_per_s']:.3f}" for run in swept)
+        _say(f"static ratios and their requests a second: {tried}; best {best['policy'][7:]}")
+    for run in shown:
+        if best is not None and run is not best:
+            found = compare(run, best)
+            _say(
+                f"{run['policy']} against {best['policy']}: throughput x{found['throughput']:.3f}, TTFT p95 "
+                f"x{found['ttft_p95']:.3f}, hit rate {found['hit_rate']:+.2%}, running x{found['concurrency']:.2f}"
+            )
+    wrong = sum(run["refusals_against_formula"] for run in runs)
+    if wrong:
+        err.print(f"[red]{wrong} refusals that the capacity formula denies: please report this[/]")
+    if any(run["cache_bytes"] != size for run in report["runs"]):
+        sizes = sorted({run["cache_bytes"] for run in report["runs"]})
+        table = _table("policy", *(format_bytes(each) for each in sizes), title="Hit rate by memory", numbers=0)
+        for policy in dict.fromkeys(run["policy"] for run in report["runs"]):
+            found_rates = {r["cache_bytes"]: r["tokens"]["hit_rate"] for r in report["runs"] if r["policy"] == policy}
+            table.add_row(policy, *(f"{found_rates[each]:.1%}" if each in found_rates else "-" for each in sizes))
+        out.print(table)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 else f"{1000 * value:.0f} ms"
+
+
+# -- demo -----------------------------------------------------------------------------------------------------------
+
+
+@app.command(epilog="Example:\n\n  unifiedpool demo")
+def demo(
+    requests: Annotated[int, typer.Option(help="Requests of generated chat sessions.")] = 600,
+    seed: Annotated[int, typer.Option(help="Of the traffic.")] = 0,
+) -> None:
+    """Show in half a minute what the unified pool is for: generated chat traffic, Qwen3-Next on one small GPU."""
+    try:
+        trace = generate_trace(requests, seed=seed, rate=4.0)
+        server = Server.make(load_model("qwen3-next-80b"), 16 << 30, page_size=64)
+        _say("Chat sessions with shared system prompts; a quarter of them begin with a long document.")
+        bars, progress = _progress_bars("", requests)
+        with bars:
+            report = run_replay(
+                trace,
+                server,
+                default_costs(server),
+                DEFAULT_HARDWARE,
+                Options(),
+                policies=("static:0.9", "static:0.3", "two-ended", "unified"),
+                progress=progress,
+            )
+    except UnifiedPoolError as error:
+        _refuse(error)
+    _print_replay(report, server, default_costs(server))
+    _finish_replay(report, trace, False)
 
 
 def main() -> None:
