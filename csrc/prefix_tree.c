@@ -556,10 +556,28 @@ static void follow_ghosts(const up_tree *t, const walk *w, const void *tokens, i
     }
 }
 
+/* A hit in a tail beside the path below `node`, deeper than any on the path itself. */
+static int hit_in_tail(const up_tree *t, int32_t node, const void *tokens, int wide, int64_t limit, up_match *out) {
+    int64_t from = t->nodes[node].depth, most = limit - from;
+    for (int32_t tail; (tail = find_tail(t, node, tokens, wide, from, most)); most = t->nodes[tail].length - 1) {
+        const up_node *x = &t->nodes[tail];
+        if ((t->needs_state && !x->state) || window_gap(t, tail, x->depth) >= 0) continue;
+        out->hit = x->depth;
+        out->node = tail;
+        out->state = x->state;
+        out->tail_page = handles_of(x)[0];
+        return 1;
+    }
+    return 0;
+}
+
 /* The deepest depth where a hit may end, not beyond `depth` inside `node`, and why not deeper. */
-static void choose_hit(const up_tree *t, int32_t node, int64_t depth, up_match *out) {
-    while (!(t->nodes[node].flags & UP_NODE_ROOT)) {
+static void choose_hit(const up_tree *t, int32_t node, int64_t depth, const void *tokens, int wide, int64_t limit,
+                       up_match *out) {
+    for (;;) {
         const up_node *x = &t->nodes[node];
+        if (x->depth == depth && !(x->flags & UP_NODE_TAIL) && hit_in_tail(t, node, tokens, wide, limit, out)) return;
+        if (x->flags & UP_NODE_ROOT) break;
         if (!t->needs_state || (x->state && x->depth == depth)) {
             int64_t gap = window_gap(t, node, depth);
             if (gap < 0) {
@@ -601,7 +619,7 @@ int up_tree_match(up_tree *t, int32_t root, const void *tokens, int64_t count, i
     int32_t deepest = tail ? tail : w.partial ? w.partial : w.node;
     out->full_hit = tail ? t->nodes[tail].depth : w.depth;
     out->seen = out->full_hit;
-    choose_hit(t, deepest, out->full_hit, out);
+    choose_hit(t, deepest, out->full_hit, tokens, wide, limit, out);
     for (int32_t i = deepest; !(t->nodes[i].flags & UP_NODE_ROOT); i = t->nodes[i].parent) {
         const up_node *x = &t->nodes[i];
         int64_t end = x->depth < out->full_hit ? x->depth : out->full_hit;
