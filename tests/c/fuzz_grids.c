@@ -8,10 +8,10 @@
  * dropping operations, then what is left is printed. The run happens in a child process, so a crash, an assert or a
  * sanitizer report is a failure like any other.
  *
- * After every operation: who owns which granule is recounted from the tables, and refusals, statistics, moves and (where
- * it can be said exactly) zeroing are compared with the model. Every sealed plan is checked against I12 and run on a
- * word per granule, which must then read as the model says; its table changes must reproduce the tables. Every N
- * operations up_validate, free extents, live cells and the digest's independence from refused calls are checked too.
+ * After every operation: who owns which granule is recounted from the tables, and refusals, statistics, moves and
+ * (where it can be said exactly) zeroing are compared with the model. Every sealed plan is checked against I12 and run
+ * on a word per granule, which must then read as the model says; its table changes must reproduce the tables. Every N
+ * operations, more in large arenas, up_validate, free extents and live cells are checked too.
  *
  * With -DUP_CANARY=n the calls are wrapped so that one of them lies (see CANARY below); the fuzzer must then fail.
  */
@@ -98,6 +98,8 @@ typedef struct {
         int32_t kind, handle, overwrites;
     } fresh[UP_MAX_KINDS * MAX_HANDLES]; /* cells taken since the last seal, in seals_each episodes */
     int64_t num_fresh, user_zeroes;
+    int64_t plan_cells[3][UP_MAX_KINDS]; /* by UP_OP_*: cells in all plans so far */
+    int64_t worst_call_bytes, allocated[UP_MAX_KINDS];
 } context;
 
 static progress *shared;
@@ -174,7 +176,8 @@ static int call_allocate(up_grids *g, const up_item *items, int32_t n, uint32_t 
     up_handles out = {.grids = g, .capacity = room, .length = -1, .data = handles};
     up_demand demand = as_demand(g, items, n, flags, &out);
     int code = whole ? up_allocate_demand(&demand) : up_allocate(g, items, n, flags, handles, room);
-    if (whole && code == UP_OK && out.length != demand.total) fail("up_allocate_demand wrote length %ld", (long)out.length);
+    if (whole && code == UP_OK && out.length != demand.total)
+        fail("up_allocate_demand wrote length %ld", (long)out.length);
     if (UP_CANARY == CANARY_REFUSAL_CHANGES && code == UP_NO_CAPACITY) {
         up_item one = {1, 1};
         int32_t handle;
@@ -291,7 +294,7 @@ static void follow_moves(context *x, int allowed, int32_t one) {
     }
 }
 
-static void compare_stats(context *x) {
+static void compare_stats(context *x, int op) {
     map_model *m = &x->model;
     up_stats s;
     int64_t live_bytes = 0;
@@ -316,9 +319,9 @@ static void compare_stats(context *x) {
             fail("kind %d: placeable %ld, model %ld", k, (long)kind->placeable, (long)placeable);
         if (kind->held_by_pins != lifted - placeable)
             fail("kind %d: held by pins %ld, model %ld", k, (long)kind->held_by_pins, (long)(lifted - placeable));
-        /* I8. Where free cells lie in windows that cannot be opened (pins, null bytes with a tail), a full one moves. */
-        int64_t bound = m->num_kinds > 2 ? 2 * m->stride_bytes[0] : m->stride_bytes[0];
-        bound -= !x->was_pinned && m->reserved_bytes == 0;
+        /* I8. Where free cells lie in windows that cannot be opened (pins, null bytes), a full one moves. */
+        int64_t depth = m->num_kinds < 3 ? 1 : m->num_kinds - 1, bound = depth * m->stride_bytes[0];
+        if (!x->was_pinned && m->reserved_bytes == 0) bound = (depth < 2 ? 1 : 2) * m->stride_bytes[0] - 1;
         if (kind->worst_window_bytes > bound && kind->worst_window_bytes > 0)
             fail("kind %d: %ld bytes moved for one window (I8)", k, (long)kind->worst_window_bytes);
     }
@@ -328,7 +331,18 @@ static void compare_stats(context *x) {
              (long)s.live_bytes, (long)s.free_bytes, (long)s.reserved_bytes, (long)live_bytes);
     if (s.live_handles != m->num_live) fail("%ld live handles, model %d", (long)s.live_handles, m->num_live);
     int64_t moved = s.moved_bytes - x->before.moved_bytes;
-    if (moved < 0) fail("moved bytes went down");
+    if (moved < x->net_moved_bytes)
+        fail("%ld bytes moved, the tables say at least %ld", (long)moved, (long)x->net_moved_bytes);
+    if (op != OP_RELOCATE && moved > x->worst_call_bytes) x->worst_call_bytes = moved;
+    if (s.worst_call_bytes != x->worst_call_bytes)
+        fail("worst call %ld bytes, model %ld", (long)s.worst_call_bytes, (long)x->worst_call_bytes);
+    for (int k = 0; s.unsealed_operations == 0 && k < m->num_kinds; k++)
+        if (s.kinds[k].moved_cells != x->plan_cells[UP_OP_MOVE][k] ||
+            s.kinds[k].zeroed_cells != x->plan_cells[UP_OP_ZERO][k] ||
+            s.kinds[k].allocated_cells != x->allocated[k])
+            fail("kind %d: %ld moved, %ld zeroed, %ld allocated; the plans say %ld, %ld, the calls %ld", k,
+                 (long)s.kinds[k].moved_cells, (long)s.kinds[k].zeroed_cells, (long)s.kinds[k].allocated_cells,
+                 (long)x->plan_cells[UP_OP_MOVE][k], (long)x->plan_cells[UP_OP_ZERO][k], (long)x->allocated[k]);
     x->before = s;
 }
 
@@ -393,7 +407,8 @@ static void seal(context *x) {
         memcpy(&header, data, sizeof header);
         if ((int64_t)header.sequence != x->sequence++)
             fail("plan %ld has sequence %ld", (long)x->sequence - 1, (long)header.sequence);
-        if (header.arena_bytes_after != m->arena_bytes) fail("the plan is for %ld bytes", (long)header.arena_bytes_after);
+        if (header.arena_bytes_after != m->arena_bytes)
+            fail("the plan is for %ld bytes", (long)header.arena_bytes_after);
         const uint8_t *at = data + sizeof header + 8 * (size_t)header.num_kinds;
         up_plan_operation *ops = malloc(sizeof *ops * (size_t)(header.num_operations + 1));
         int32_t num_ops = header.num_operations;
@@ -403,10 +418,12 @@ static void seal(context *x) {
         for (int32_t i = 0; i < num_ops; i++) {
             int code = ops[i].code & 255, kind = ops[i].code >> 8, stamp = stamp_base + ops[i].phase + 1;
             int64_t n = m->per_cell[kind], src = ops[i].src * n, dst = ops[i].dst * n;
-            say("      phase %d: %s kind %d, %d -> %d\n", ops[i].phase, code == UP_OP_MOVE ? "move" : code == UP_OP_COPY ? "copy" : "zero", kind, ops[i].src, ops[i].dst);
+            static const char *const names[] = {"move", "copy", "zero"};
+            say("      phase %d: %s kind %d, %d -> %d\n", ops[i].phase, names[code], kind, ops[i].src, ops[i].dst);
             if (i > 0 && ops[i].phase < ops[i - 1].phase) fail("plan operation %d goes back a phase", i);
             for (int64_t j = 0; j < n; j++) {
-                if (written_in[dst + j] == stamp || read_in[dst + j] == stamp || (code != UP_OP_ZERO && written_in[src + j] == stamp))
+                if (written_in[dst + j] == stamp || read_in[dst + j] == stamp ||
+                    (code != UP_OP_ZERO && written_in[src + j] == stamp))
                     fail("operation %d of phase %d overlaps another (I12)", i, ops[i].phase);
                 if (code != UP_OP_ZERO) read_in[src + j] = stamp;
             }
@@ -414,6 +431,7 @@ static void seal(context *x) {
                 if (code != UP_OP_ZERO && read_in[dst + j] == stamp) fail("operation %d overlaps itself (I12)", i);
                 written_in[dst + j] = stamp;
             }
+            x->plan_cells[code][kind]++;
             if (code == UP_OP_ZERO) {
                 memset(m->memory + dst, 0, sizeof(uint32_t) * (size_t)n);
                 num_zeroes++;
@@ -429,8 +447,10 @@ static void seal(context *x) {
             memset(read_in, 0, sizeof read_in);
         }
         if (x->applies_bytes && !UP_CANARY) {
-            if (up_apply((uint8_t *)x->bytes, sizeof x->bytes, data, size) != UP_PLAN_OK) fail("up_apply refused the plan");
-            if (memcmp(x->bytes, m->memory, sizeof(uint32_t) * (size_t)m->granules) != 0) fail("up_apply wrote other bytes");
+            if (up_apply((uint8_t *)x->bytes, sizeof x->bytes, data, size) != UP_PLAN_OK)
+                fail("up_apply refused the plan");
+            if (memcmp(x->bytes, m->memory, sizeof(uint32_t) * (size_t)m->granules) != 0)
+                fail("up_apply wrote other bytes");
         }
         for (int32_t i = 0; i < header.num_changes; i++, at += 4 * (1 + header.num_kinds)) {
             int32_t change[1 + UP_MAX_KINDS];
@@ -459,7 +479,8 @@ static void seal(context *x) {
                 m->memory[g] = x->bytes[g] = m->content[k][h];
         }
     }
-    for (int64_t g = m->granules; x->resized && g <= MAX_GRANULES; g++) m->memory[g] = x->bytes[g] = GARBAGE; /* cut off by a resize */
+    for (int64_t g = m->granules; x->resized && g <= MAX_GRANULES; g++) /* what a resize cut off */
+        m->memory[g] = x->bytes[g] = GARBAGE;
     x->before.unsealed_operations = x->resized = 0;
 }
 
@@ -489,10 +510,12 @@ static void take_cell(context *x, int kind, int32_t handle, uint32_t flags, cons
     map_model *m = &x->model;
     int32_t cell = up_cells(x->grids, kind)[handle];
     int overwrites = (flags & UP_WILL_OVERWRITE) != 0;
-    if (cell < 0 || cell >= m->granules / m->per_cell[kind]) fail("handle %d got cell %d of kind %d", handle, cell, kind);
+    if (cell < 0 || cell >= m->granules / m->per_cell[kind])
+        fail("handle %d got cell %d of kind %d", handle, cell, kind);
     for (int64_t g = (int64_t)cell * m->per_cell[kind]; was_taken && g < ((int64_t)cell + 1) * m->per_cell[kind]; g++)
         if (was_taken[g]) fail("cell %d of kind %d was not available and nothing moved (I2)", cell, kind);
     m->cell[kind][handle] = cell;
+    x->allocated[kind]++;
     m->content[kind][handle] = overwrites || m->zero_policy[kind] == UP_ZERO_NEVER ? CONTENT_ANYTHING
                                : m->zero_policy[kind] == UP_ZERO_ALWAYS            ? CONTENT_ZERO
                                                                                    : CONTENT_FRESH;
@@ -522,7 +545,8 @@ static void allocate(context *x, int commits) {
     int by_formula = percent(r, 40);
     for (int32_t i = 0; i < num_items; i++) {
         int64_t unit[UP_MAX_KINDS] = {0}, most;
-        items[i].kind_mask = (uint32_t)(percent(r, 75) ? 1 << below(r, m->num_kinds) : between(r, 1, (1 << m->num_kinds) - 1));
+        items[i].kind_mask = 1u << below(r, m->num_kinds);
+        if (percent(r, 25)) items[i].kind_mask = (uint32_t)between(r, 1, (1 << m->num_kinds) - 1);
         if (commits) items[i].kind_mask = 1u << below(r, m->num_kinds);
         for (int k = 0; k < m->num_kinds; k++) unit[k] = items[i].kind_mask >> k & 1;
         if (commits) {
@@ -560,7 +584,8 @@ static void allocate(context *x, int commits) {
     up_digest(x->grids, &digest);
     memcpy(was_taken, m->is_taken, (size_t)m->granules + 1);
     int code = call_allocate(x->grids, items, num_items, flags, x->handles, MAX_HANDLES, percent(r, 50));
-    if (code != (expected ? UP_OK : UP_NO_CAPACITY)) fail("up_allocate returned %d, the formula %d (I11)", code, expected);
+    if (code != (expected ? UP_OK : UP_NO_CAPACITY))
+        fail("up_allocate returned %d, the formula %d (I11)", code, expected);
     if (!expected) {
         up_digest(x->grids, &digest_after);
         if (digest != digest_after) fail("a refusal changed the digest (I5)");
@@ -688,13 +713,15 @@ static void prepare(context *x) {
     map_model *m = &x->model;
     int kind = (int)below(&x->random, m->num_kinds);
     int64_t count = batch_size(&x->random, m->granules / m->per_cell[kind] + 1), available = -1, moved = -1, cost = -2;
-    int64_t budget = percent(&x->random, 30) ? 0 : percent(&x->random, 40) ? INT64_MAX : between(&x->random, 1, 3 * m->stride_bytes[0]);
+    int64_t budget = between(&x->random, 1, 3 * m->stride_bytes[0]);
+    if (percent(&x->random, 60)) budget = percent(&x->random, 50) ? 0 : INT64_MAX;
     int64_t was_available = m->available[kind];
     say("%ld of kind %d within %ld bytes\n", (long)count, kind, (long)budget);
     if (up_prepare(x->grids, kind, count, budget, &available, &moved) != UP_OK) fail("up_prepare refused");
     follow_moves(x, was_available >= count ? MOVES_NONE : MOVES_EVACUATION, 0);
     if (!model_recount(m, m->arena_bytes)) fail("live cells overlap (I1)");
-    if (available != m->available[kind]) fail("prepare says %ld available, model %ld", (long)available, (long)m->available[kind]);
+    if (available != m->available[kind])
+        fail("prepare says %ld available, model %ld", (long)available, (long)m->available[kind]);
     if (moved > budget || moved < x->net_moved_bytes) fail("prepare moved %ld of %ld bytes", (long)moved, (long)budget);
     if (up_next_open_cost(x->grids, kind, &cost) != UP_OK) fail("up_next_open_cost refused");
     if (kind + 2 < m->num_kinds) cost *= 2; /* it allows for a middle cell that opens a window of its own */
@@ -759,11 +786,11 @@ static void resize(context *x) {
     /* The formula in the new arena: pin-free cells there, the same live cells. */
     for (int k = 0; k < m->num_kinds; k++) {
         int64_t n = m->per_cell[k], first_free = (m->reserved_bytes + m->stride_bytes[k] - 1) / m->stride_bytes[k];
-        int64_t old_cells = m->granules / n;
         m->pin_free[k] = 0;
-        for (int64_t c = first_free; c < bytes / m->stride_bytes[k]; c++)
-            m->pin_free[k] += c >= old_cells ? !memchr(m->is_held + c * n, 1, (size_t)(c * n < m->granules ? m->granules - c * n : 0))
-                                             : !memchr(m->is_held + c * n, 1, (size_t)n);
+        for (int64_t c = first_free; c < bytes / m->stride_bytes[k]; c++) {
+            int64_t old_part = m->granules - c * n < n ? m->granules - c * n : n; /* what is new is not pinned */
+            m->pin_free[k] += old_part <= 0 || !memchr(m->is_held + c * n, 1, (size_t)old_part);
+        }
     }
     fits = fits && model_fits(m, none, m->reserved, m->pin_free, 0);
     int code = up_resize(x->grids, bytes);
@@ -773,8 +800,9 @@ static void resize(context *x) {
         int is_right = code == UP_OK            ? fits && !is_cut
                        : code == UP_PINNED      ? is_cut
                        : code == UP_NO_CAPACITY ? !fits || is_straddled
-                                                : bytes < m->reserved_bytes;
-        if (!is_right) fail("up_resize returned %d, the formula %d, cut %d, straddled %d", code, fits, is_cut, is_straddled);
+                                                : bytes < m->reserved_bytes || bytes == 0;
+        if (!is_right)
+            fail("up_resize returned %d, the formula %d, cut %d, straddled %d", code, fits, is_cut, is_straddled);
     }
     if (code != UP_OK) {
         follow_moves(x, MOVES_NONE, 0);
@@ -908,7 +936,7 @@ static void bad_call(context *x) {
         count = draw_batch(x, kind, 1, 0, 1);
         if (count == 0) return;
         code = percent(r, 50) ? up_relocate(g, handles[0], kind, m->cell[kind][handles[0]])
-                              : up_relocate(g, handles[0], kind, (int32_t)(percent(r, 50) ? -1 : m->granules / m->per_cell[kind]));
+                              : up_relocate(g, handles[0], kind, percent(r, 50) ? -1 : (int32_t)m->cells[kind] + 100);
         expected = code == UP_NO_CAPACITY ? code : UP_BAD_ARGUMENT;
         break;
     default: code = up_resize(g, percent(r, 50) ? 0 : percent(r, 50) ? -5 : INT64_MIN);
@@ -927,10 +955,15 @@ static void query(context *x) {
         demand[k] = 1;
         int fits = model_fits(m, demand, m->reserved, m->pin_free, 0);
         if (up_next_open_cost(x->grids, k, &cost) != UP_OK) fail("up_next_open_cost refused");
-        if ((cost == 0) != (m->available[k] > 0)) fail("kind %d: the next cell costs %ld, %ld available", k, (long)cost, (long)m->available[k]);
+        if ((cost == 0) != (m->available[k] > 0))
+            fail("kind %d: the next cell costs %ld, %ld available", k, (long)cost, (long)m->available[k]);
+        int64_t least = model_cheapest_window(m, k) * m->granule_bytes;
+        if (cost > 0 && cost != least)
+            fail("kind %d: the next cell costs %ld, the cheapest window %ld", k, (long)cost, (long)least);
         if (cost < 0 && fits) fail("kind %d: no cell can be opened, the formula says yes", k);
         int32_t h = draw_live(x);
-        if (h && (up_generation(x->grids, h, &generation) != UP_OK || generation != m->generation[h])) fail("the generation of live handle %d changed", h);
+        if (h && (up_generation(x->grids, h, &generation) != UP_OK || generation != m->generation[h]))
+            fail("the generation of live handle %d changed", h);
         h = (int32_t)between(&x->random, 1, m->max_handles);
         if (up_is_live(x->grids, h) != m->is_live[h]) fail("up_is_live(%d) is %d", h, up_is_live(x->grids, h));
     }
@@ -968,7 +1001,9 @@ static uint64_t run_episode(uint64_t seed, int64_t episode, int64_t operations, 
     if (!x && !(x = malloc(sizeof *x))) fail("out of memory");
     shared->episode = episode;
     memset(x, 0, offsetof(context, handles));
-    x->num_fresh = x->user_zeroes = 0;
+    x->num_fresh = x->user_zeroes = x->worst_call_bytes = x->net_moved_bytes = 0;
+    memset(x->plan_cells, 0, sizeof x->plan_cells);
+    memset(x->allocated, 0, sizeof x->allocated);
     start_episode(x, start);
     for (int op = 0; op < NUM_OPS; op++) total += x->weights[op];
     int64_t period = check_every * (1 + x->model.granules / 128), most = 40 + 400000 / (x->model.granules + 40);
@@ -981,10 +1016,11 @@ static uint64_t run_episode(uint64_t seed, int64_t episode, int64_t operations, 
         int op = 0;
         while (ticket >= x->weights[op]) ticket -= x->weights[op++];
         say("%5ld %-9s ", (long)i, op_name[op]);
+        x->net_moved_bytes = 0;
         run_operation(x, op);
         if (!model_recount(&x->model, x->model.arena_bytes)) fail("live cells overlap or lie outside (I1)");
         if (x->seals_each || op == OP_SEAL) seal(x);
-        compare_stats(x);
+        compare_stats(x, op);
         if (i % period == 0 || i == operations - 1) compare_everything(x);
     }
     seal(x);
@@ -1063,8 +1099,8 @@ int main(int argc, char **argv) {
             done += shared->operation + 1;
         }
         if (!quiet)
-            printf("seed %lu: %ld operations in %ld episodes agree with the model, digest %016lx\n", (unsigned long)seed,
-                   (long)done, (long)episodes, (unsigned long)digest);
+            printf("seed %lu: %ld operations in %ld episodes agree with the model, digest %016lx\n",
+                   (unsigned long)seed, (long)done, (long)episodes, (unsigned long)digest);
         exit(0); /* not _exit: leaks are looked for at exit */
     }
     waitpid(child, &status, 0);

@@ -165,6 +165,27 @@ static int64_t model_placeable(const map_model *m, const int64_t *unit, int pins
     return low;
 }
 
+/* The fewest live granules in a window of `kind` that may be opened: no pinned, reserved or live cell of its own size
+ * or larger in the way. -1 when there is none. */
+static int64_t model_cheapest_window(const map_model *m, int kind) {
+    static uint8_t is_closed[MAX_GRANULES + 1];
+    int64_t least = -1, per_cell = m->per_cell[kind];
+    memcpy(is_closed, m->is_held, (size_t)m->granules);
+    for (int32_t i = 0; i < m->num_live; i++)
+        for (int k = 0; k <= kind; k++)
+            if (m->cell[k][m->live_handles[i]] >= 0)
+                memset(is_closed + (int64_t)m->cell[k][m->live_handles[i]] * m->per_cell[k], 1, (size_t)m->per_cell[k]);
+    for (int64_t c = 0; c < m->granules / per_cell; c++) {
+        int64_t live = 0, closed = 0;
+        for (int64_t g = c * per_cell; g < (c + 1) * per_cell; g++) {
+            live += m->is_taken[g];
+            closed += is_closed[g];
+        }
+        if (closed == 0 && (least < 0 || live < least)) least = live;
+    }
+    return least;
+}
+
 /* 1 when the bytes of the cell last belonged to another kind. */
 static int model_is_dirty(const map_model *m, int kind, int32_t cell) {
     for (int64_t g = (int64_t)cell * m->per_cell[kind]; g < ((int64_t)cell + 1) * m->per_cell[kind]; g++)

@@ -78,7 +78,8 @@ static void check_bitset(const up_bitset *b, const uint8_t *model, int64_t size)
 }
 
 static void test_bitset_any_size_agrees_with_bytes(void) {
-    static const int64_t sizes[] = {1, 2, 63, 64, 65, 127, 128, 129, 4095, 4096, 4097, 4160, 8200, 262144, 262145, 300001};
+    static const int64_t sizes[] = {1,    2,    63,   64,   65,   127,    128,    129,
+                                    4095, 4096, 4097, 4160, 8200, 262144, 262145, 300001};
     static uint8_t model[300001];
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
         int64_t size = sizes[s];
@@ -120,7 +121,10 @@ static void test_bitset_ranges_over_word_borders_set_and_clear_exactly(void) {
                 CHECK(up_bitset_init(&b, 4300));
                 memset(model, starts_full, sizeof model);
                 if (starts_full) up_bitset_set_range(&b, 0, 4300);
-                if (starts_full) up_bitset_clear_range(&b, edges[a], edges[z]); else up_bitset_set_range(&b, edges[a], edges[z]);
+                if (starts_full)
+                    up_bitset_clear_range(&b, edges[a], edges[z]);
+                else
+                    up_bitset_set_range(&b, edges[a], edges[z]);
                 memset(model + edges[a], !starts_full, (size_t)(edges[z] - edges[a]));
                 check_bitset(&b, model, 4300);
                 up_bitset_free(&b);
@@ -264,7 +268,8 @@ static int32_t dead_handle(up_grids *g) {
 static void test_failing_calls_leave_every_structure_identical(void) {
     up_grids *g = busy_pool();
     int32_t live[500], out[500], bad[3], cells[500];
-    int64_t count = 0, unused, many[UP_MAX_KINDS] = {100, 0, 0}, none[UP_MAX_KINDS] = {0}, minus[UP_MAX_KINDS] = {0, -1, 0};
+    int64_t count = 0, unused, none[UP_MAX_KINDS] = {0};
+    int64_t many[UP_MAX_KINDS] = {100, 0, 0}, minus[UP_MAX_KINDS] = {0, -1, 0};
     CHECK(up_live_cells(g, 2, cells, live, 500, &count) == UP_OK && count > 10);
     int32_t pinned = 0, state = 0;
     int64_t kept = 0;
