@@ -151,9 +151,9 @@ class Simulation:
         try:
             complete = self._loop(progress, stop)
             self._sample()
+            progress(self.done + self.refused)
         except KeyboardInterrupt:
             complete = False
-        progress(self.done + self.refused)
         return self._report(complete, perf_counter_ns() - started)
 
     def _loop(self, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
