@@ -1,0 +1,125 @@
+"""Every example runs, says what it should, and refuses what makes no sense."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+
+
+def run(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run an example as a user does, from somewhere else."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def call(name: str, *arguments: str) -> int:
+    """Run an example inside this process: no second start of torch and transformers."""
+    module = importlib.import_module(name)
+    try:
+        return int(module.main(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples are importable, and write into a folder of their own."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_help_says_how(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(name, "--help") == 0
+    assert "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ("mixed_requests", "replace_static_pool")])
+def test_example_quick_runs(name: str, tmp_path: Path) -> None:
+    result = run(name, "--quick", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_mixed_requests_quick_serves_identical_tokens_and_more_at_once(tmp_path: Path) -> None:
+    result = run("mixed_requests", "--quick", "--json", "out.json", "--plot", "out.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    one_by_one, static, best, unified = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert one_by_one["mean_running"] == 1.0
+    for run_ in (static, best, unified):
+        assert run_["identical"] + run_["near_ties"] == 48
+        assert run_["different"] == 0
+    assert static["moved_bytes"] == best["moved_bytes"] == 0
+    assert unified["mean_running"] >= best["mean_running"] >= static["mean_running"]
+    assert unified["mean_running_queued"] >= 1.5 * static["mean_running_queued"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "tokens" in result.stdout and "unified" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "gemma3", "--requests", "6"),  # no states: nothing to split
+        ("--model", "lfm2", "--requests", "7", "--dtype", "bfloat16", "--page-size", "1", "--chunk", "5"),
+        ("--requests", "3", "--states", "4", "--temperature", "0.7", "--seed", "9", "--scale", "100"),
+    ],
+)
+def test_mixed_requests_odd_arguments_run(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    assert call("mixed_requests", *arguments) == 0
+    assert (tmp_path / "mixed_requests.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--requests", "0"), "at least 1"),
+        (("--model", "no_such_model"), "none of"),
+        (("--scale", "-1"), "above 0"),
+        (("--dtype", "int8"), "invalid choice"),
+        (("--plot", "no/such/folder.png"), "no folder"),
+        (("--requests", "2", "--states", "1"), "Error"),
+        (("--requests", "2", "--ratio", "0"), "ratio"),
+        (("--requests", "2", "--temperature", "-1"), "temperature"),
+    ],
+)
+def test_mixed_requests_impossible_arguments_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("mixed_requests", *arguments) == 2
+    shown = capsys.readouterr()
+    assert message in shown.out + shown.err
+
+
+def test_replace_static_pool_shows_the_change_and_checks_every_byte(tmp_path: Path) -> None:
+    result = run("replace_static_pool", "--quick", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "+     self.planner = Planner(layout, arena_bytes)" in result.stdout
+    assert "torch in the scheduler: False" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--no-diff", "--requests", "5", "--page-size", "7", "--states", "12"), 0),
+        (("--no-diff", "--requests", "0"), 2),
+        (("--no-diff", "--requests", "20", "--states", "3"), 2),
+    ],
+)
+def test_replace_static_pool_odd_arguments(arguments: tuple[str, ...], code: int) -> None:
+    assert call("replace_static_pool", *arguments) == code
