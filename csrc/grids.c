@@ -393,10 +393,14 @@ static inline int check_capacity(up_grids *g, const int64_t *demand, uint32_t fl
     return fits(g, demand, 1, 1, &kind, &need, &have) ? UP_OK : no_capacity(g, kind, need, have);
 }
 
-/* Operations that meeting the demand can record: a zero a cell, and where something must be opened the bound I8. */
+/* The most moves that opening one window of kind `k` can take, in smallest cells (I8): what lies in it, and for each
+ * displaced middle cell what lies in the window that it opens for itself, by induction over the kinds. */
+static inline int64_t most_moves(const up_grids *g, int k) { return g->kind[k].unit * (g->num_kinds - 1 - k); }
+
+/* Operations that meeting the demand can record: a zero a cell, and where something must be opened its moves. */
 static inline int64_t operation_bound(const up_grids *g, const int64_t *demand, int moves) {
     int64_t bound = 0;
-    for (int k = 0; k < g->num_kinds; k++) bound += demand[k] * (moves ? 1 + 2 * g->kind[k].unit : 1);
+    for (int k = 0; k < g->num_kinds; k++) bound += demand[k] * (moves ? 1 + most_moves(g, k) : 1);
     return bound;
 }
 
@@ -913,10 +917,9 @@ int up_prepare(up_grids *g, int32_t kind, int64_t count, int64_t max_bytes, int6
     grid *own = &g->kind[kind];
     while (own->num_available < count && can_open(g, kind)) {
         int64_t t = cheapest_window(own), cost = (int64_t)own->window[t] * g->kind[g->num_kinds - 1].stride;
-        /* A displaced middle cell may have to open a window of its own (I8): budget for that too. */
-        if (kind + 2 < g->num_kinds) cost *= 2;
+        cost *= g->num_kinds - 1 - kind; /* a displaced middle cell may have to open a window of its own (I8) */
         if (g->moved_bytes - before + cost > max_bytes) break;
-        code = log_reserve(g, 2 * own->unit);
+        code = log_reserve(g, most_moves(g, kind));
         if (code != UP_OK) return leave(g, code);
         int64_t had = own->num_available;
         open_window(g, kind);
@@ -1266,7 +1269,7 @@ static int resize(up_grids *g, int64_t arena_bytes) {
                 if (g->handle[g->kind[k].owner[c]] & HANDLE_PINNED)
                     return fail(g, UP_PINNED, k, -1, g->kind[k].owner[c]);
                 displaced[k]++;
-                count += 1 + 2 * g->kind[k].unit;
+                count += 1 + most_moves(g, k);
             }
     int code = log_reserve(g, count);
     if (code != UP_OK) return code;

@@ -27,8 +27,9 @@
  *   I5   a call that fails leaves every structure bit-identical
  *   I6   a handle names the same content until it is freed, across any number of moves
  *   I7   a pinned cell never moves
- *   I8   bytes moved per opened largest cell: at most stride_0 with two kinds (less unless every free page lies in windows
- *        that pins or the null cell keep closed), < 2 * stride_0 with more
+ *   I8   bytes moved per opened window of kind k: less than stride_k with one smaller kind, less than 2 * stride_k with
+ *        more; where free cells lie only in windows that pins or the null cell keep closed, at most stride_k times the
+ *        number of smaller kinds
  *   I9   nothing moves while an available cell exists for each item
  *   I10  the same calls give the same handles, cells and plans on every machine
  *   I11  up_can_allocate says yes <=> up_allocate succeeds

@@ -148,7 +148,9 @@ def _host_handles(values: object) -> memoryview:
 
 
 _NOWHERE = Handles(0)
-DemandLike: TypeAlias = "Demand | Mapping[str | tuple[str, ...], int]"
+# A mapping's key type is invariant: without the first two, a variable of type dict[str, int] would be refused.
+DemandMapping: TypeAlias = "Mapping[str, int] | Mapping[tuple[str, ...], int] | Mapping[str | tuple[str, ...], int]"
+DemandLike: TypeAlias = "Demand | DemandMapping"
 
 
 class Demand:
@@ -159,7 +161,7 @@ class Demand:
 
     __slots__ = ("_counts", "_items", "_native", "_out", "_planner", "keys")
 
-    def __init__(self, planner: Planner, demand: Mapping[str | tuple[str, ...], int]) -> None:
+    def __init__(self, planner: Planner, demand: DemandMapping) -> None:
         """Compile `demand` (see `Planner.demand`)."""
         if not isinstance(demand, Mapping):
             raise InvalidArgumentError(f"a demand is a mapping such as {{'full': 3, 'state': 1}}, not {demand!r}")
@@ -369,7 +371,7 @@ class Planner:
 
     # -- demand --------------------------------------------------------------------------------------------------
 
-    def demand(self, demand: Mapping[str | tuple[str, ...], int]) -> Demand:
+    def demand(self, demand: DemandMapping) -> Demand:
         """Compile a joint demand for hot calls.
 
         Args:
