@@ -724,7 +724,7 @@ static void prepare(context *x) {
         fail("prepare says %ld available, model %ld", (long)available, (long)m->available[kind]);
     if (moved > budget || moved < x->net_moved_bytes) fail("prepare moved %ld of %ld bytes", (long)moved, (long)budget);
     if (up_next_open_cost(x->grids, kind, &cost) != UP_OK) fail("up_next_open_cost refused");
-    if (kind + 2 < m->num_kinds) cost *= 2; /* it allows for a middle cell that opens a window of its own */
+    if (kind < m->num_kinds - 1) cost *= m->num_kinds - 1 - kind; /* it allows for middle cells that open windows of their own */
     if (available > 0 ? cost != 0 : available < count && cost >= 0 && cost <= budget - moved)
         fail("prepare stopped at %ld of %ld though the next costs %ld", (long)available, (long)count, (long)cost);
 }
