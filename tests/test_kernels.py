@@ -295,6 +295,20 @@ def test_arena_apply_with_fills_by_kernels_and_references_agrees(rng: random.Ran
         assert torch.equal(arenas[0].buffer, arenas[1].buffer)
 
 
+def test_arena_the_switch_decides_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.simple({"state": 1024, "full": 256})
+    ran: list[str] = []
+    for module, name in ((copy_cells, "_launch"), (naive, "run_operations")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: ran.append(name))
+    for chosen, expected in (("triton", ["_launch"]), ("torch", ["run_operations"]), ("auto", [])):
+        planner, arena = Planner(layout, 1 << 14), Arena(layout, 1 << 14)
+        planner.allocate({"full": 2, "state": 1})
+        with backend.use(chosen):  # type: ignore[arg-type]
+            arena.apply(planner.seal())
+        assert ran == expected, chosen
+        ran.clear()
+
+
 def test_arena_tables_by_kernels_and_references_agree() -> None:
     layout = Layout.simple({"state": 1024, "full": 256})
     planner, arena = Planner(layout, 1 << 16), Arena(layout, 1 << 16)
