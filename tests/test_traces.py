@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from test_cli import run
+from unifiedpool.engine import Engine, StubRunner
 from unifiedpool.errors import InvalidArgumentError
+from unifiedpool.layout import Layout
+from unifiedpool.pool import Pool
 from unifiedpool.traces import TraceWriter, generate_trace, read_trace, write_trace
 
 MOONCAKE = [
@@ -175,6 +178,27 @@ def test_writer_gives_equal_ids_to_equal_prefixes_only(tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "t")
     assert [request.keys for request in trace.requests] == [(2,), (0, 1), (0, 3)]
     assert len(trace.problems) == 1  # finished out of order
+
+
+def test_engine_records_what_finishes(tmp_path: Path) -> None:
+    layout = Layout.simple({"state": 4096, "full": 512}, page_sizes={"full": 16})
+    engine = Engine(StubRunner(), Pool(layout, 1 << 18))
+    engine.run()
+    before = engine.submit([1] * 8, max_new_tokens=2)
+    with engine.record(tmp_path / "t.jsonl.gz", block_tokens=4):
+        first = engine.submit([1, 2, 3, 4, 5], max_new_tokens=4)
+        engine.submit([1, 2, 3, 4, 6], max_new_tokens=1)
+        aborted = engine.submit([1, 2, 3, 4, 7], max_new_tokens=9)
+        engine.step()
+        engine.abort(aborted)
+        engine.run()
+    engine.submit([1, 2], max_new_tokens=1)
+    engine.run()
+    trace = read_trace(tmp_path / "t.jsonl.gz")
+    lengths = sorted((request.input_tokens, request.output_tokens) for request in trace.requests)
+    assert lengths == [(5, 1), (5, 4)]
+    assert len({request.keys[0] for request in trace.requests}) == 1
+    assert len(engine.outputs(first)) == 4 and len(engine.outputs(before)) == 2
 
 
 def test_faster_and_head() -> None:

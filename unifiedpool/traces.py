@@ -499,8 +499,13 @@ class TraceWriter:
         }
         self._file.write(json.dumps(record) + "\n")
 
+    @property
+    def closed(self) -> bool:
+        """Whether the file is finished."""
+        return self._file.closed
+
     def close(self) -> None:
-        """Finish the file."""
+        """Finish the file. Does nothing the second time."""
         self._file.close()
 
     def __enter__(self) -> TraceWriter:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from unifiedpool.engine.geometry import Geometry, empty_shortfall
@@ -15,6 +17,7 @@ from unifiedpool.engine.scheduler import Scheduler
 from unifiedpool.engine.static_pool import StaticPlanner
 from unifiedpool.errors import CapacityError, InvalidArgumentError, format_bytes
 from unifiedpool.pool import Pool
+from unifiedpool.traces import TraceWriter
 
 __all__ = ["Engine", "EngineConfig", "StepStats", "Totals"]
 
@@ -134,6 +137,24 @@ class Engine:
         self._next_id = 0
         self._strides = {name: pool.layout.kind(name).stride_bytes for name in pool.layout.names}
         self._events: list[tuple[Request, TokenEvent]] = []
+        self._recorder: TraceWriter | None = None
+        self._arrivals: dict[int, float] = {}  # of the requests that are recorded
+
+    def record(self, path: str | Path, *, block_tokens: int = 16) -> TraceWriter:
+        """Record what is submitted from now on and finishes, as a trace for ``unifiedpool replay``.
+
+        No token is stored: equal blocks after equal blocks get equal ids. Close the writer, or leave its ``with``
+        block, to end it. A second call ends the first recording.
+
+        Raises:
+            InvalidArgumentError: block_tokens below 1, or the file cannot be written.
+        """
+        writer = TraceWriter(path, block_tokens=block_tokens)
+        if self._recorder is not None:
+            self._recorder.close()
+        self._recorder = writer
+        self._arrivals.clear()
+        return writer
 
     def submit(
         self,
@@ -185,6 +206,8 @@ class Engine:
             self.logits[request.request_id] = []
         self.scheduler.add(request)
         self.totals.submitted += 1
+        if self._recorder is not None and not self._recorder.closed:
+            self._arrivals[request.request_id] = time.monotonic()
         return request.request_id
 
     def abort(self, request_id: int) -> bool:
@@ -367,6 +390,9 @@ class Engine:
         self._events.append((request, TokenEvent(request.request_id, token, position, finished)))
 
     def _end(self, request: Request, status: Status) -> None:
+        arrival = self._arrivals.pop(request.request_id, None)
+        if arrival is not None and status is Status.FINISHED and self._recorder and not self._recorder.closed:
+            self._recorder.add(arrival, request.prompt, request.outputs)
         self.scheduler.remove(request, status)
         self.runner.release(request.request_id)
 
