@@ -30,14 +30,17 @@ def commit_conv_words_kernel(  # type: ignore[no-untyped-def]
     windows_ptr,
     last_step_ptr,
     slots_ptr,
+    rows_ptr,
     num_slots,
+    num_rows,
     num_steps,
     conv_layer_quads,
     conv_slot_quads,
     layer_quads,
-    request_quads,
+    row_quads,
     step_quads,
     run_quads,
+    HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy one block of one window where both sides are compact runs of 16-byte units."""
@@ -45,10 +48,14 @@ def commit_conv_words_kernel(  # type: ignore[no-untyped-def]
     layer = tl.program_id(1).to(tl.int64)
     step = tl.load(last_step_ptr + request).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    if (step >= 0) & (step < num_steps) & (slot >= 0) & (slot < num_slots):
+    row = request
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    valid = (step >= 0) & (step < num_steps) & (slot >= 0) & (slot < num_slots)
+    if valid & (row >= 0) & (row < num_rows):
         words = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = words < run_quads * 4
-        old = (layer * layer_quads + request * request_quads + step * step_quads) * 4
+        old = (layer * layer_quads + row * row_quads + step * step_quads) * 4
         new = (layer * conv_layer_quads + slot * conv_slot_quads) * 4
         value = tl.load(windows_ptr + old + words, mask=inside, other=0)
         tl.store(conv_ptr + new + words, value, mask=inside)
@@ -60,19 +67,22 @@ def commit_conv_elements_kernel(  # type: ignore[no-untyped-def]
     windows_ptr,
     last_step_ptr,
     slots_ptr,
+    rows_ptr,
     num_slots,
+    num_rows,
     num_steps,
     conv_layer_stride,
     conv_slot_stride,
     conv_channel_stride,
     conv_column_stride,
     layer_stride,
-    request_stride,
+    row_stride,
     step_stride,
     channel_stride,
     column_stride,
     elements,
     COLUMNS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copy one block of one window element by element, between any strides (in elements)."""
@@ -80,12 +90,16 @@ def commit_conv_elements_kernel(  # type: ignore[no-untyped-def]
     layer = tl.program_id(1).to(tl.int64)
     step = tl.load(last_step_ptr + request).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
-    if (step >= 0) & (step < num_steps) & (slot >= 0) & (slot < num_slots):
+    row = request
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + request).to(tl.int64)
+    valid = (step >= 0) & (step < num_steps) & (slot >= 0) & (slot < num_slots)
+    if valid & (row >= 0) & (row < num_rows):
         at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = at < elements
         channel = (at // COLUMNS).to(tl.int64)
         column = (at % COLUMNS).to(tl.int64)
-        old = layer * layer_stride + request * request_stride + step * step_stride
+        old = layer * layer_stride + row * row_stride + step * step_stride
         new = layer * conv_layer_stride + slot * conv_slot_stride
         value = tl.load(windows_ptr + old + channel * channel_stride + column * column_stride, mask=inside, other=0)
         tl.store(conv_ptr + new + channel * conv_channel_stride + column * conv_column_stride, value, mask=inside)
@@ -118,20 +132,25 @@ def overlapping_windows(rows: Tensor, columns: int) -> Tensor:
     return torch.as_strided(rows, shape, strides, rows.storage_offset() + column)
 
 
-def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots: Tensor) -> None:
+def commit_conv_windows(
+    conv: Tensor, windows: Tensor, last_step: Tensor, slots: Tensor, *, rows: Tensor | None = None
+) -> None:
     """Write each request's window of its last accepted step into its conv state.
 
     Args:
         conv: `[slots, channels, columns]`, or `[layers, slots, channels, columns]` for several layers in one launch.
-        windows: `[requests, steps, channels, columns]`, with layers in front where conv has them; any strides,
-            overlapping ones too (`overlapping_windows`); there may be more requests than `slots` has.
+        windows: `[rows, steps, channels, columns]`, with layers in front where conv has them; any strides, overlapping
+            ones too (`overlapping_windows`). At least as many rows as requests, unless `rows` is given.
         last_step: int32 or int64 `[requests]`: index of the last accepted step; negative: none was, keep the state.
         slots: int32 or int64 `[requests]`: distinct state slots; negative: no request.
+        rows: int32 or int64 `[requests]`: each request's row of windows; its number by default. Windows that lie in the
+            state slots: the slots.
 
     Raises:
-        InvalidArgumentError: a wrong dtype, shape or device; on the CPU also a slot that occurs twice.
+        InvalidArgumentError: a wrong dtype, shape or device. On the CPU also: a slot that occurs twice, a row past the
+            windows.
 
-    A step or slot past the end does nothing. Mutates `conv`.
+    A step, slot or row past the end does nothing. Mutates `conv`.
     """
     if conv.dim() == 3 and windows.dim() == 4:
         conv, windows = conv[None], windows[None]
@@ -143,9 +162,14 @@ def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots:
     requests = len(last_step)
     check_index("last_step", last_step, requests, conv.device)
     check_index("slots", slots, requests, conv.device)
-    if windows.shape[1] < requests:
-        raise InvalidArgumentError(f"windows holds {windows.shape[1]} requests, last_step {requests}")
+    if rows is not None:
+        check_index("rows", rows, requests, conv.device)
+    elif windows.shape[1] < requests:
+        raise InvalidArgumentError(f"windows holds {windows.shape[1]} rows, last_step {requests}; give rows=")
     if conv.device.type == "cpu":
+        if rows is not None and requests and int(rows.max()) >= windows.shape[1]:
+            last_row = windows.shape[1] - 1
+            raise InvalidArgumentError(f"rows holds {int(rows.max())}; windows has rows 0 to {last_row}")
         used = [slot for slot, step in zip(slots.tolist(), last_step.tolist(), strict=True) if slot >= 0 and step >= 0]
         if len(set(used)) < len(used):
             raise InvalidArgumentError(f"slots {used} holds a slot twice; destinations overlap")
@@ -153,7 +177,7 @@ def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots:
     if not requests or not conv.numel() or not windows.numel():
         return
     if not kernel:
-        naive.commit_conv_windows(conv, windows, last_step, slots)
+        naive.commit_conv_windows(conv, windows, last_step, slots, rows)
         return
     size, num_steps, elements = conv.dtype.itemsize, windows.shape[2], channels * columns
     with on_device(conv):
@@ -166,10 +190,13 @@ def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots:
                 alias(windows, torch.int32),
                 last_step,
                 slots,
+                slots if rows is None else rows,
                 num_slots,
+                windows.shape[1],
                 num_steps,
                 *strides,
                 elements * size // QUAD_BYTES,
+                HAS_ROWS=rows is not None,
                 BLOCK=block,
                 num_warps=warps(block // 4),
             )
@@ -180,12 +207,15 @@ def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots:
             _bits(windows),
             last_step,
             slots,
+            slots if rows is None else rows,
             num_slots,
+            windows.shape[1],
             num_steps,
             *conv.stride(),
             *windows.stride(),
             elements,
             COLUMNS=columns,
+            HAS_ROWS=rows is not None,
             BLOCK=block,
             num_warps=4,
         )

@@ -111,14 +111,15 @@ def track_states(states: Tensor, mask: Tensor, active: Tensor, track: Tensor) ->
     states[track[wanted].long()] = states[active[wanted].long()]
 
 
-def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots: Tensor) -> None:
-    """`conv[:, slots[i]] = windows[:, i, last_step[i]]`; a negative or too large slot or step does nothing.
+def commit_conv_windows(conv: Tensor, windows: Tensor, last_step: Tensor, slots: Tensor, rows: Tensor | None) -> None:
+    """`conv[:, slots[i]] = windows[:, rows[i], last_step[i]]`; a negative or too large index does nothing.
 
-    `conv`: `[layers, slots, ...]`; `windows`: `[layers, requests, steps, ...]`.
+    `conv`: `[layers, slots, ...]`; `windows`: `[layers, rows, steps, ...]`.
     """
+    found = torch.arange(len(slots), device=slots.device) if rows is None else rows.long()
     wanted = (last_step >= 0) & (last_step < windows.shape[2]) & (slots >= 0) & (slots < conv.shape[1])
-    requests = torch.arange(len(slots), device=slots.device)[wanted]
-    conv[:, slots[wanted].long()] = windows[:, requests, last_step[wanted].long()]
+    wanted &= (found >= 0) & (found < windows.shape[1])
+    conv[:, slots[wanted].long()] = windows[:, found[wanted], last_step[wanted].long()]
 
 
 def replay_states(
