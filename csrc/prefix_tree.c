@@ -19,7 +19,7 @@ typedef struct {
 typedef struct {
     uint64_t key; /* 0: empty */
     int64_t sequence;
-    int32_t hits, use;
+    int32_t hits, use, had_state;
 } ghost_entry;
 
 typedef struct {
@@ -387,7 +387,7 @@ static int ring_grow(up_tree *t) {
 }
 
 /* Ghosts are a help, not a duty: without memory for one more there is one fewer. */
-static void ghost_add(up_tree *t, uint64_t key, int32_t hits, int32_t use) {
+static void ghost_add(up_tree *t, uint64_t key, int32_t hits, int32_t use, int had_state) {
     ghost_entry *entry = ghost_find(t, key);
     if (!entry) {
         if ((!t->ghosts || (uint64_t)t->stats.ghosts * 2 >= t->ghost_mask) && !ghosts_grow(t)) return;
@@ -403,6 +403,7 @@ static void ghost_add(up_tree *t, uint64_t key, int32_t hits, int32_t use) {
     }
     entry->hits = hits > entry->hits ? hits : entry->hits;
     entry->use = use > entry->use ? use : entry->use;
+    entry->had_state |= had_state;
     entry->sequence = ++t->ghost_sequence;
     t->ring[(t->ring_first + t->ring_count++) % t->ring_capacity] = (ghost_record){key, entry->sequence};
 }
@@ -431,7 +432,8 @@ static void node_to_ghosts(up_tree *t, const up_node *x) {
         keys[i] = key = path_step(key, page_sum(t, x->tokens + i * t->page, t->page), t->page);
     for (int64_t i = pages - 1; i >= 0; i--)
         if ((start_of(x) + (i + 1) * t->page) % t->grid == 0)
-            ghost_add(t, keys[i], i == pages - 1 ? x->hits : 0, x->kv_use);
+            ghost_add(t, keys[i], i == pages - 1 ? x->hits : 0, x->kv_use,
+                      i == pages - 1 && (x->state || (x->flags & UP_NODE_TOMBSTONE)));
     free(keys);
 }
 
@@ -842,7 +844,7 @@ int up_tree_steal(up_tree *t, int64_t receipt, int32_t *state) {
     t->stats.locked_states -= x->state_locks > 0;
     *state = x->state;
     x->state = 0;
-    x->flags = (x->flags | UP_NODE_TOMBSTONE) & ~(uint32_t)UP_NODE_CHUNK_END;
+    x->flags |= UP_NODE_TOMBSTONE;
     return leave(t, UP_TREE_OK);
 }
 
@@ -852,14 +854,6 @@ int up_tree_consume(up_tree *t, int32_t node, int32_t now) {
     up_node *x = &t->nodes[node];
     if (x->hits < INT32_MAX) x->hits++;
     if (now > x->state_use) x->state_use = now;
-    return leave(t, UP_TREE_OK);
-}
-
-int up_tree_mark_chunk_end(up_tree *t, int32_t node, int32_t is_chunk_end) {
-    if (!enter(t)) return UP_TREE_BUSY;
-    if (!node_ok(t, node)) return leave(t, UP_TREE_BAD_NODE);
-    uint32_t flags = t->nodes[node].flags & ~(uint32_t)UP_NODE_CHUNK_END;
-    t->nodes[node].flags = flags | (is_chunk_end ? UP_NODE_CHUNK_END : 0);
     return leave(t, UP_TREE_OK);
 }
 
@@ -889,7 +883,7 @@ static void collect_duplicates(up_tree *t, int32_t node, int64_t depth, const in
     }
 }
 
-static void adopt_state(up_tree *t, int32_t node, int32_t state, int32_t now, up_inserted *out) {
+static void adopt_state(up_tree *t, int32_t node, int32_t state, int32_t role, int32_t now, up_inserted *out) {
     up_node *x = &t->nodes[node];
     if (x->state) {
         if (x->state != state) out->state_back = state;
@@ -897,9 +891,12 @@ static void adopt_state(up_tree *t, int32_t node, int32_t state, int32_t now, up
     }
     x->state = state;
     x->state_use = now;
-    x->flags &= ~(uint32_t)(UP_NODE_TOMBSTONE | UP_NODE_CHUNK_END);
+    x->role = role;
+    /* Saved again after it was evicted: a hit that was missed. */
     const ghost_entry *ghost = ghost_find(t, x->path_key);
     if (ghost && ghost->hits > x->hits) x->hits = ghost->hits;
+    if ((x->flags & UP_NODE_TOMBSTONE) || (ghost && ghost->had_state)) x->hits++;
+    x->flags &= ~(uint32_t)UP_NODE_TOMBSTONE;
     t->stats.states++;
     t->stats.locked_states += x->state_locks > 0;
     out->state_adopted = 1;
@@ -928,13 +925,14 @@ static int32_t tail_to_take_over(up_tree *t, int32_t node, const void *tokens, i
 }
 
 int up_tree_insert(up_tree *t, int32_t root, const void *tokens, int64_t count, int32_t wide, const int32_t *handles,
-                   int64_t num_handles, int32_t state, int64_t receipt, int32_t now, int32_t *duplicates,
+                   int64_t num_handles, int32_t state, int32_t role, int64_t receipt, int32_t now, int32_t *duplicates,
                    up_inserted *out) {
     if (!enter(t)) return UP_TREE_BUSY;
     receipt_entry *own = receipt ? receipt_of(t, receipt) : NULL;
     if (receipt && !own) return leave(t, UP_TREE_BAD_RECEIPT);
     if (!node_ok(t, root) || !(t->nodes[root].flags & UP_NODE_ROOT)) return leave(t, UP_TREE_BAD_NODE);
-    if (count < 1 || count >= MAX_TOKENS || num_handles != (count + t->page - 1) / t->page || state < 0)
+    if (count < 1 || count >= MAX_TOKENS || num_handles != (count + t->page - 1) / t->page || state < 0 ||
+        role < UP_ROLE_TAIL || role > UP_ROLE_CHUNK)
         return leave(t, UP_TREE_BAD_ARGUMENT);
 
     int64_t rest = count % t->page, whole = count - rest;
@@ -995,7 +993,7 @@ int up_tree_insert(up_tree *t, int32_t root, const void *tokens, int64_t count, 
     if (tail) node = tail;
     if (rest && !keep_tail && handles[whole / t->page]) duplicates[out->num_duplicates++] = handles[whole / t->page];
     out->depth = keep_tail ? count : whole;
-    if (state) adopt_state(t, node, state, now, out);
+    if (state) adopt_state(t, node, state, role, now, out);
     if (own) lock_path(t, own, node, out->depth);
     out->node = node;
     out->parent = t->nodes[node].parent;
@@ -1008,8 +1006,9 @@ static int find_unit(const up_tree *t, int32_t node, up_unit *out) {
     if (!node_ok(t, node)) return UP_TREE_BAD_NODE;
     const up_node *x = &t->nodes[node];
     if (x->flags & UP_NODE_ROOT) return UP_TREE_NO_UNIT;
-    *out = (up_unit){.node = node, .state = x->state, .depth = x->depth, .hits = x->hits, .flags = x->flags};
-    out->last_use = x->state_use;
+    *out = (up_unit){.node = node, .state = x->state, .depth = x->depth, .hits = x->hits, .role = x->role};
+    out->last_use = out->state_use = x->state_use;
+    out->num_children = x->num_children;
     int32_t above = x->parent;
     if (x->num_children) {
         if (!x->state) return UP_TREE_NO_UNIT;
@@ -1050,14 +1049,26 @@ int up_tree_unit(up_tree *t, int32_t node, up_unit *out, int32_t *handles, int64
     return leave(t, UP_TREE_OK);
 }
 
+/* Whoever would have used the state of this unit will use the nearest one above it. */
+static void hand_on(up_tree *t, const up_unit *unit) {
+    int32_t above = unit->parent;
+    while (above && !t->nodes[above].state) above = t->nodes[above].parent;
+    if (!above || t->nodes[above].role != UP_ROLE_CHUNK) return;
+    up_node *y = &t->nodes[above];
+    y->role = unit->role;
+    if (unit->hits > y->hits) y->hits = unit->hits;
+    if (unit->state_use > y->state_use) y->state_use = unit->state_use;
+}
+
 int up_tree_evict(up_tree *t, int32_t node, up_unit *out) {
     if (!enter(t)) return UP_TREE_BUSY;
     int code = find_unit(t, node, out);
     if (code) return leave(t, code);
+    if (out->state) hand_on(t, out);
     if (!out->is_leaf) {
         up_node *x = &t->nodes[node];
         x->state = 0;
-        x->flags = (x->flags | UP_NODE_TOMBSTONE) & ~(uint32_t)UP_NODE_CHUNK_END;
+        x->flags |= UP_NODE_TOMBSTONE;
         t->stats.states--;
         return leave(t, UP_TREE_OK);
     }

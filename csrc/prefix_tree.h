@@ -86,8 +86,15 @@ enum {
     UP_NODE_LIVE = 1,
     UP_NODE_ROOT = 2,
     UP_NODE_TAIL = 4,
-    UP_NODE_TOMBSTONE = 8, /* had a state, has none */
-    UP_NODE_CHUNK_END = 16 /* its state was saved only because a prefill chunk ended there */
+    UP_NODE_TOMBSTONE = 8 /* had a state, has none */
+};
+
+/* Why a state was saved. */
+enum {
+    UP_ROLE_TAIL = 0,   /* the end of a prompt */
+    UP_ROLE_BRANCH = 1, /* another path forks off here */
+    UP_ROLE_FINAL = 2,  /* decoding: a later turn goes on from here */
+    UP_ROLE_CHUNK = 3   /* only that a prefill chunk ended here */
 };
 
 typedef struct up_tree up_tree; /* opaque */
@@ -101,7 +108,8 @@ typedef struct {
     int32_t state;     /* slot handle, 0: none */
     int32_t kv_locks, window_locks, state_locks;
     int32_t kv_use, state_use; /* when an insert last passed; when the state was last saved or consumed */
-    int32_t hits;              /* earned by its state, kept after the state */
+    int32_t hits;              /* earned by its state, kept after the state; also one each time that it is saved again */
+    int32_t role;              /* UP_ROLE_* of its state */
     uint32_t flags;            /* UP_NODE_* */
     uint32_t generation;       /* how often this id was used */
     uint64_t path_key;         /* hash of every token from the root to its end */
@@ -150,7 +158,9 @@ typedef struct {
     int32_t depth;   /* of `node` */
     int32_t last_use; /* a leaf: the later of its pages' and its state's; else its state's */
     int32_t hits;
-    uint32_t flags;  /* of `node` */
+    int32_t role;
+    int32_t state_use; /* when the state was last saved or consumed */
+    int32_t num_children;
 } up_unit;
 
 typedef struct {
@@ -194,9 +204,9 @@ int up_tree_path(up_tree *t, int32_t node, uint32_t generation, int64_t depth, i
  * page is kept only with a state, where states are needed. A known page whose window part is gone is exchanged for the
  * incoming one if nobody holds it. A known tail that the tokens extend is taken over unless another receipt than `receipt`
  * locks it. `receipt` (0: none) moves from the path that it locks to the one that was inserted. Known tokens without a
- * state split nothing: `out->node` may then reach deeper than they do. */
+ * state split nothing: `out->node` may then reach deeper than they do. `role` says why the state was saved. */
 int up_tree_insert(up_tree *t, int32_t root, const void *tokens, int64_t count, int32_t wide, const int32_t *handles,
-                   int64_t num_handles, int32_t state, int64_t receipt, int32_t now, int32_t *duplicates,
+                   int64_t num_handles, int32_t state, int32_t role, int64_t receipt, int32_t now, int32_t *duplicates,
                    up_inserted *out);
 
 /* Lock the path to `node`, the window before `depth` (inside that node), and its state. */
@@ -209,14 +219,12 @@ int up_tree_unlock_state(up_tree *t, int64_t receipt);
 /* The state of `node` was consumed: count a hit and date it. */
 int up_tree_consume(up_tree *t, int32_t node, int32_t now);
 
-/* Set or clear UP_NODE_CHUNK_END. */
-int up_tree_mark_chunk_end(up_tree *t, int32_t node, int32_t is_chunk_end);
-
 /* What would be evicted at `node`. UP_TREE_NO_UNIT or UP_TREE_LOCKED when nothing can. With `handles` (room for
  * `capacity`, else UP_TREE_BAD_ARGUMENT): the page handles, then the state's. */
 int up_tree_unit(up_tree *t, int32_t node, up_unit *out, int32_t *handles, int64_t capacity);
 
-/* Evict it. Its pages and its hits become ghosts. */
+/* Evict it. Its pages and its hits become ghosts. The nearest state above, if it was saved only at a chunk's end, now
+ * stands in for the one that went: it takes over its role, hits and use. */
 int up_tree_evict(up_tree *t, int32_t node, up_unit *out);
 
 /* Take the state out of a node that one receipt holds and that has no children: *state is then the caller's. */

@@ -1,4 +1,4 @@
-"""The prefix cache in lock-step with a dictionary of prefixes, under every policy, with pages, windows and namespaces."""
+"""The prefix cache in lock-step with a dictionary of prefixes: every policy, pages, windows and namespaces."""
 
 from __future__ import annotations
 

@@ -14,13 +14,14 @@ from typing import Any
 from .._native import ffi, lib
 from ..errors import InvalidArgumentError, InvalidHandleError, PinnedError
 from ..planner import DemandLike, Handles, HandlesLike, Planner
-from .eviction import DEAD_BUCKET, EvictionOrder, Placement, Policy, PrefillCost, policy_named
+from .eviction import DEAD_BUCKET, ROLES, EvictionOrder, Placement, Policy, PrefillCost, policy_named
 from .tracking import StateSlot
 from .tree import Match, PrefixTree, TokensLike
 
 __all__ = ["Evicted", "Inserted", "LiveSlot", "Lock", "PrefixCache"]
 
 _DESCENDANTS_REFRESHED = 16
+_ROLES = {role: code for code, role in enumerate(ROLES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,7 @@ class PrefixCache:
         state: int | StateSlot | None = None,
         namespace: Hashable = None,
         lock: Lock | None = None,
+        role: str = "tail",
         chunk_end: bool = False,
     ) -> Inserted:
         """Give the cache the pages of some tokens, and the state at their end.
@@ -297,7 +299,8 @@ class PrefixCache:
                 as rejected.
             namespace: as in `match`.
             lock: the request's lock; it moves to the end of these tokens.
-            chunk_end: the state was saved only because a prefill chunk ended there.
+            role: why the state was saved: "tail", "branch", "final" (decoding) or "chunk".
+            chunk_end: the same as the role "chunk".
 
         Returns:
             What became of them. The caller frees `to_free()`; everything else is the cache's.
@@ -319,7 +322,9 @@ class PrefixCache:
         receipt = 0 if lock is None else self._receipt(lock, "insert")
         self.clock += lock is None
         tree = self.tree
-        out, duplicates = tree.insert(tokens, handles, state or 0, namespace, receipt, self.clock)
+        out, duplicates = tree.insert(
+            tokens, handles, state or 0, namespace, receipt, self.clock, _ROLES["chunk" if chunk_end else role]
+        )
         # The removed tail's id may be a new node's already, so it goes first.
         if out.removed:
             self._order.remove(out.removed)
@@ -335,8 +340,6 @@ class PrefixCache:
         )
         if out.state_replaced:
             self.planner.free([int(out.state_replaced)])
-        if adopted and chunk_end:
-            lib.up_tree_mark_chunk_end(tree._native, node, 1)
         if lock is not None:
             left, lock.node = lock.node, node
             if left != node:
@@ -680,7 +683,7 @@ class PrefixCache:
         if placement.bucket == DEAD_BUCKET:
             return True
         threshold = self.policy.score(placement, now)
-        unit = ffi.new("up_unit *", {"last_use": now, "depth": depth, "above": above, "flags": lib.UP_NODE_CHUNK_END})
+        unit = ffi.new("up_unit *", {"last_use": now, "depth": depth, "above": above, "role": _ROLES["chunk"]})
         mine = self.policy.place(unit, self._state_bytes, saved)
         return self.policy.score(mine, now) > threshold
 

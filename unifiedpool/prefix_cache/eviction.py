@@ -23,6 +23,7 @@ from ..errors import InvalidArgumentError
 
 __all__ = [
     "POLICIES",
+    "ROLES",
     "EvictionOrder",
     "LeastRecentlyUsed",
     "MarconiLike",
@@ -36,7 +37,10 @@ __all__ = [
     "policy_named",
 ]
 
-_CHUNK_END = int(lib.UP_NODE_CHUNK_END)
+ROLES = ("tail", "branch", "final", "chunk")
+"""Why a state was saved, by `UP_ROLE_*`: a prompt's end, a fork, decoding, or only a prefill chunk's end."""
+
+_CHUNK = int(lib.UP_ROLE_CHUNK)
 _LOG_TABLE = tuple(round(256 * math.log2(m / 256)) for m in range(256, 512))
 DEAD_BUCKET = -(1 << 20)
 
@@ -199,7 +203,7 @@ class ValuePerByte(Policy):
 
     def place(self, unit: Any, size: int, saved: int) -> Placement:
         """One list per half-octave of w * C / B."""
-        base, step = self.chunk_end_weight if unit.flags & _CHUNK_END else self.weight
+        base, step = self.chunk_end_weight if unit.role == _CHUNK else self.weight
         worth = log2_q8(base + step * unit.hits) + log2_q8(saved) - log2_q8(size)
         return Placement(worth >> 7, unit.last_use, worth)
 
@@ -228,7 +232,7 @@ class ValuePerByte(Policy):
 
     def explain(self, unit: Any, size: int, saved: int, now: int) -> str:
         """Write the formula with its numbers."""
-        base, step = self.chunk_end_weight if unit.flags & _CHUNK_END else self.weight
+        base, step = self.chunk_end_weight if unit.role == _CHUNK else self.weight
         placement = self.place(unit, size, saved)
         return (
             f"value per byte: w = {base} + {step} * {unit.hits} hits, C = {saved}, B = {size}, "

@@ -315,6 +315,7 @@ class PrefixTree:
         namespace: Hashable = None,
         receipt: int = 0,
         now: int = 0,
+        role: int = 0,
     ) -> tuple[Any, Handles]:
         """Insert tokens; see `up_tree_insert` for what goes where.
 
@@ -325,6 +326,7 @@ class PrefixTree:
             namespace: as in `match`.
             receipt: a lock that moves along.
             now: count of requests.
+            role: `UP_ROLE_*` of the state.
 
         Returns:
             `up_inserted *` (valid until the next insert) and the duplicate pages.
@@ -341,7 +343,19 @@ class PrefixTree:
         duplicates = Handles(pages + 1)
         root, out = self.root(namespace), self._inserted
         code = lib.up_tree_insert(
-            self._native, root, buffer, count, wide, handles._data, pages, state, receipt, now, duplicates._data, out
+            self._native,
+            root,
+            buffer,
+            count,
+            wide,
+            handles._data,
+            pages,
+            state,
+            role,
+            receipt,
+            now,
+            duplicates._data,
+            out,
         )
         if code:
             self.tidy(root)
