@@ -89,6 +89,7 @@ typedef struct {
     int32_t scratch[2 * MAX_HANDLES + 2];
     int64_t pairs[2 * MAX_GRANULES + 2];
     int32_t weights[NUM_OPS];
+    int64_t first_granules;
     int seals_each, applies_bytes, writes_percent, resized, was_pinned;
     uint32_t next_content;
     int64_t sequence;
@@ -250,12 +251,13 @@ static void start_episode(context *x, uint64_t seed) {
     memset(m->last_kind, NO_KIND, sizeof m->last_kind);
     for (int64_t g = 0; g <= MAX_GRANULES; g++) m->memory[g] = x->bytes[g] = GARBAGE;
 
-    static const int usual[NUM_OPS] = {30, 25, 6, 6, 5, 5, 2, 2, 3, 3, 4, 2, 4, 1, 8, 4, 3};
+    static const int usual[NUM_OPS] = {30, 25, 6, 6, 5, 5, 2, 2, 3, 3, 4, 2, 4, 4, 8, 4, 3};
     for (int op = 0; op < NUM_OPS; op++) x->weights[op] = percent(r, 25) ? 0 : (int32_t)(usual[op] * between(r, 1, 8));
     if (percent(r, 70) && x->weights[OP_ALLOCATE] == 0) x->weights[OP_ALLOCATE] = 30;
     if (percent(r, 70) && x->weights[OP_FREE] == 0) x->weights[OP_FREE] = 30;
     if (percent(r, 70)) x->weights[OP_RESIZE] = 0; /* a resize shuffles everything: keep most episodes long-lived */
     x->weights[OP_SEAL]++;
+    x->first_granules = granules;
     x->seals_each = percent(r, 50);
     x->applies_bytes = m->granule_bytes == sizeof(uint32_t);
     x->writes_percent = percent(r, 60) ? 100 : 60;
@@ -771,8 +773,9 @@ static void resize(context *x) {
     map_model *m = &x->model;
     int64_t none[UP_MAX_KINDS] = {0}, old_bytes = m->arena_bytes, granules = m->granules;
     int is_cut = 0, is_straddled = 0; /* a pinned cell ends past the new end; a live one also begins before it */
-    int64_t to = percent(&x->random, 50) ? between(&x->random, granules * 3 / 4, granules + 2)
-                                         : between(&x->random, 1, 2 * granules);
+    int64_t to = percent(&x->random, 60)   ? between(&x->random, granules * 3 / 4, granules + 2)
+                 : percent(&x->random, 10) ? between(&x->random, 1, granules)
+                                           : between(&x->random, x->first_granules / 2, 2 * x->first_granules);
     if (to > MAX_GRANULES - 200) to = MAX_GRANULES - 200;
     int64_t bytes = to * m->granule_bytes + below(&x->random, m->granule_bytes);
     int fits = bytes >= m->reserved_bytes;
