@@ -145,6 +145,15 @@ def test_blocks_use_vllms_sizes() -> None:
     assert made.running_states == 2
 
 
+def test_blocks_larger_than_a_state_still_run() -> None:
+    made = Server.make(load_model("falcon-h1-7b"), 8 * GIB, page_size=16)
+    blocks = make_pool("blocks", made, cost=PrefillCost(), grid=64)
+    assert blocks.planner.layout.names == ("full", "state")
+    trace = generate_trace(30, seed=1, rate=20)
+    report = Simulation(Workload(trace), made, blocks, default_costs(made), DEFAULT_HARDWARE, Options()).run()
+    assert report["requests"]["done"] == 30
+
+
 def test_large_pages_belong_to_one_kind() -> None:
     made = pool("lcm", gib=40)
     planner: Any = made.planner

@@ -77,6 +77,19 @@ class Pool:
         worst = max(kind.worst_window_bytes for kind in stats.kinds.values())
         return Movement(stats.moved_bytes, stats.allocated_bytes, worst, stats.worst_call_bytes)
 
+    def fits_alone(self, counts: Sequence[int]) -> bool:
+        """Say whether so many cells of each kind fit when nothing else is there."""
+        if isinstance(self.planner, _Baseline):
+            return self.planner.fits_alone(counts)
+        return self.fits_formula([0] * len(counts), counts)
+
+    def live(self) -> list[int]:
+        """Return the live cells of each kind."""
+        if isinstance(self.planner, _Baseline):
+            return list(self.planner.live)
+        kinds = self.planner.stats().kinds
+        return [kinds[name].live for name in self.planner.layout.names]
+
     def fits_formula(self, live: Sequence[int], counts: Sequence[int]) -> bool:
         """Say whether the unified capacity formula allows `counts` more cells of each kind beside `live` ones."""
         layout, need, larger = self.planner.layout, 0, 0
@@ -100,9 +113,9 @@ class _Baseline(Planner):
         self.allocated = 0
         self._kind_of = np.zeros(self.stats().max_handles + 1, np.int8)
 
-    def fits(self, counts: Sequence[int]) -> bool:
-        """Say whether so many more cells of each kind fit."""
-        return self.lacking(counts) == 0
+    def fits_alone(self, counts: Sequence[int]) -> bool:
+        """Say whether so many cells of each kind fit when nothing else is there."""
+        raise NotImplementedError
 
     def lacking(self, counts: Sequence[int]) -> int:
         """Return the bytes that are missing for so many more cells of each kind."""
@@ -120,7 +133,7 @@ class _Baseline(Planner):
 
     def can_allocate(self, demand: DemandLike, moves: bool = True) -> bool:
         """Return whether the demand fits."""
-        return self.fits(self._compiled(demand).per_kind())
+        return self.lacking(self._compiled(demand).per_kind()) == 0
 
     def shortfall(self, demand: DemandLike) -> int:
         """Return the bytes to free first."""
@@ -175,6 +188,10 @@ class _Split(_Baseline):
         super().__init__(layout, arena_bytes)
         self.most = list(most)
 
+    def fits_alone(self, counts: Sequence[int]) -> bool:
+        """Compare with each side."""
+        return all(count <= most for count, most in zip(counts, self.most, strict=True))
+
     def lacking(self, counts: Sequence[int]) -> int:
         """Sum what each side lacks."""
         over = 0
@@ -193,6 +210,10 @@ class _Weighed(_Baseline):
         """Set the bytes that a cell of each kind takes."""
         super().__init__(layout, arena_bytes)
         self.weights, self.room = list(weights), arena_bytes
+
+    def fits_alone(self, counts: Sequence[int]) -> bool:
+        """Compare the sum with the arena."""
+        return sum(count * weight for count, weight in zip(counts, self.weights, strict=True)) <= self.room
 
     def lacking(self, counts: Sequence[int]) -> int:
         """Compare the sum with the arena."""
@@ -252,6 +273,11 @@ class _LargePages(_Baseline):
         self._room = [0] * len(sizes)  # free cells in large pages that a kind owns
         self._partial: list[dict[int, int]] = [{} for _ in sizes]  # large page -> its free cells, where there are any
         self._owner = np.zeros(len(self._kind_of), np.int32)  # handle -> large page
+
+    def fits_alone(self, counts: Sequence[int]) -> bool:
+        """Count whole large pages."""
+        pages = sum(-(-count // per_page) for count, per_page in zip(counts, self._per_page, strict=True))
+        return pages <= len(self._used)
 
     def lacking(self, counts: Sequence[int]) -> int:
         """Count whole large pages."""

@@ -187,27 +187,13 @@ class Simulation:
     def _arrive(self, job: Job, when: float) -> int:
         """Queue a job, or refuse one that could never run; return 1."""
         pages = -(-(job.input_tokens + job.output_tokens - 1) // self.page)
-        if self._fits_alone(pages):
+        cells = {"state": self.pool.running_states, "full": pages}
+        if self.pool.fits_alone([cells[name] for name in self.planner.layout.names]):
             self.queue.append(_Request(job, when))
         else:
             self.refused += 1
             self.too_large.append(job.index)
         return 1
-
-    def _fits_alone(self, pages: int) -> bool:
-        counts = [self.pool.running_states, pages] if self.has_states else [pages]
-        live = self._live()
-        if self.pool.name.startswith("unified"):
-            return self.pool.fits_formula([0] * len(live), counts)
-        # A baseline's books are additive: what is live now may go.
-        planner = self.planner
-        return planner.fits([want - have for want, have in zip(counts, live, strict=True)])  # type: ignore[attr-defined,no-any-return]
-
-    def _live(self) -> list[int]:
-        """Return the live cells of each kind, in the layout's order."""
-        kinds = self.planner.stats().kinds
-        live = getattr(self.planner, "live", None)
-        return list(live) if live is not None else [kinds[name].live for name in self.planner.layout.names]
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -287,7 +273,7 @@ class Simulation:
     def _refuse(self) -> None:
         """Count a refusal, and whether the capacity formula agrees that not even an emptied cache would do."""
         self.refusals += 1
-        live = self._live()
+        live = self.pool.live()
         self.free_at_refusal.append(1 - self._taken_bytes(live) / self.pool.arena_bytes)
         if self.pool.name.startswith("unified"):
             ledger = self.cache.ledger()
@@ -518,7 +504,7 @@ class Simulation:
     def _sample(self) -> None:
         """Record where each byte is now."""
         pool, page, server = self.pool, self.page, self.server
-        live = dict(zip(self.planner.layout.names, self._live(), strict=True))
+        live = dict(zip(self.planner.layout.names, self.pool.live(), strict=True))
         ledger = self.cache.ledger()
         pages, states = ledger["full"], ledger.get("state", {"evictable": 0, "held": 0, "locked": 0})
         tail_tokens = 0
