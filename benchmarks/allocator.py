@@ -226,17 +226,30 @@ def search_rows(report: Report, rng: np.random.Generator) -> None:
 def peers(pages: int, seed: int) -> Iterator[tuple[str, Callable[[int], Any], Callable[[Any], object]]]:
     """Yield name, allocate and free of the peers' page allocators that are installed.
 
-    Their free lists are shuffled first, as they are after a while of serving.
+    vLLM's free list is shuffled first, as it is after a while of serving. SGLang keeps its list in a tensor; on the CPU
+    the work that it means for the device is host work, so its times are larger than a GPU server sees.
     """
     try:
         from vllm.v1.core.block_pool import BlockPool
     except ImportError:
-        return
-    pool = BlockPool(pages + 1, False, 16)
-    blocks = pool.get_new_blocks(pages - 300)
-    random.Random(seed).shuffle(blocks)
-    pool.free_blocks(blocks)
-    yield "vLLM BlockPool", pool.get_new_blocks, lambda taken: pool.free_blocks(reversed(taken))
+        pass
+    else:
+        pool = BlockPool(pages + 1, False, 16)
+        blocks = pool.get_new_blocks(pages - 300)
+        random.Random(seed).shuffle(blocks)
+        pool.free_blocks(blocks)
+        yield "vLLM BlockPool", pool.get_new_blocks, lambda taken: pool.free_blocks(reversed(taken))
+    try:
+        import torch
+        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from sglang.srt.runtime_context import get_parallel
+    except ImportError:
+        pass
+    else:
+        with get_parallel().override(attn_dcp_size=1, attn_dcp_rank=0):
+            size = 64
+            paged = PagedTokenToKVPoolAllocator(pages * size, size, torch.bfloat16, "cpu", None, False)
+            yield "SGLang paged", lambda count: paged.alloc(count * size), paged.free
 
 
 def peer_rows(report: Report, pages: int) -> None:
