@@ -678,6 +678,34 @@ def test_threads_two_on_one_planner_get_clear_errors_and_no_corruption() -> None
     planner.validate()
 
 
+def test_threads_second_call_during_a_long_one_is_refused_and_changes_nothing() -> None:
+    planner = Planner(Layout.simple({"state": 1 << 24, "full": 1 << 12}), 1 << 32)
+    handles = planner.allocate({"full": 100_000})
+    stop = threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            try:
+                planner.validate()  # walks a million cells, outside Python's lock
+            except ConcurrentCallError:
+                continue
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    refused = 0
+    deadline = time.monotonic() + 20
+    while not refused and time.monotonic() < deadline:
+        try:
+            planner.free(planner.allocate({"state": 1}))
+        except ConcurrentCallError as error:
+            refused += "thread" in str(error)
+    stop.set()
+    thread.join()
+    assert refused
+    planner.validate()
+    assert planner.stats().live_handles - len(handles) in (0, 1)  # 1: the refused call was the free
+
+
 def test_threads_one_planner_each_do_not_disturb_each_other() -> None:
     digests: dict[int, int] = {}
 
