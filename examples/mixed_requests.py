@@ -353,7 +353,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model (default: 1)")
     parser.add_argument("--plot", type=Path, default=Path("mixed_requests.png"), help="where to draw the memories")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
+    parser.add_argument("--quick", action="store_true", help="a sixth of the requests")
     options = parser.parse_args(arguments)
     for name in ("requests", "states", "page_size", "chunk", "threads"):
         if getattr(options, name) < 1:
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console(width=None if sys.stdout.isatty() else 120, soft_wrap=False)
     torch.set_num_threads(options.threads)
-    count = max(1, options.requests // 5) if options.quick else options.requests
+    count = max(1, options.requests // 6) if options.quick else options.requests
     try:
         return compare_pools(options, console, count)
     except UnifiedPoolError as error:

@@ -140,7 +140,7 @@ class CountingPool(Pool):
 def test_engine_float32_equals_plain_tensors_bitwise_and_one_by_one_closely(name: str, seed: int) -> None:
     """Same batches, chunks and retractions: bit-equal. Against one by one: 1e-5, near-ties counted."""
     layout = model_layout(name)
-    work = requests(seed + 1, 8)
+    work = requests(seed + 1, 6)
     arena_bytes = arena_for(layout, work, 2.3)
     engines = []
     for runner_class in (PlainRunner, ModelRunner):
@@ -173,7 +173,7 @@ def test_engine_float32_equals_plain_tensors_bitwise_and_one_by_one_closely(name
     assert worst < 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "falcon_h1", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "gpt_oss"])
 def test_engine_bfloat16_equals_plain_tensors_bitwise(name: str, seed: int) -> None:
     layout = model_layout(name, dtype="bfloat16")
     work = requests(seed + 2, 6)
@@ -310,11 +310,11 @@ def test_abort_at_any_stage_gives_every_byte_back(stage: str) -> None:
     assert_empty(pool)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "gemma3"])
 def test_retract_and_resume_gives_the_tokens_of_an_undisturbed_run(name: str, seed: int) -> None:
     """C3: somebody else gets the slot meanwhile."""
     layout = model_layout(name)
-    work = [(prompt, 24) for prompt, _ in requests(seed + 4, 6)]
+    work = [(prompt, 24) for prompt, _ in requests(seed + 4, 5)]
     pool = Pool(layout, arena_for(layout, work, 1.6))
     engine = Engine(ModelRunner(model(name), pool), pool, config(headroom=0))
     for prompt, count in work:
@@ -629,6 +629,11 @@ def test_static_pool_impossible_ratio_refused(ratio: Any) -> None:
         StaticPool(stub_layout(), 20 * 4096, ratio=ratio)
 
 
+def test_static_pool_refuses_to_resize() -> None:
+    with pytest.raises(InvalidArgumentError, match="fixed"):
+        StaticPool(stub_layout(), 20 * 4096).planner.resize(30 * 4096)
+
+
 def test_static_pool_without_slots_or_pages_refused() -> None:
     for kinds in ({"full": 512}, {"state": 4096}):
         with pytest.raises(InvalidArgumentError, match="use Pool"):
@@ -765,6 +770,35 @@ def test_submit_beyond_the_model_length_refused() -> None:
         engine.submit([1] * 8000, 193)
 
 
+def test_engine_for_model_builds_everything() -> None:
+    engine = Engine.for_model(model("gemma3"), 1 << 20, page_size=8, config=config())
+    assert len(list(engine.stream(engine.submit([1, 2, 3], 5)))) == 5
+    static = Engine.for_model(model("qwen3_next"), 1 << 20, page_size=8, static_ratio=0.9)
+    assert isinstance(static.pool, StaticPool)
+    assert len(list(static.stream(static.submit([1, 2, 3], 5)))) == 5
+
+
+def test_pool_resized_while_requests_run() -> None:
+    """Growing lets in what was refused; shrinking keeps what runs."""
+    layout = model_layout("qwen3_next")
+    pool = Pool(layout, 1 << 18)
+    engine = Engine(ModelRunner(model("qwen3_next"), pool), pool, config())
+    prompt = list(range(40))
+    first = engine.submit(prompt, 12)
+    with pytest.raises(CapacityError):
+        engine.submit([1] * 3000, 2)
+    for _ in range(5):
+        engine.step()
+    pool.planner.resize(1 << 21)
+    second = engine.submit([1] * 3000, 2)
+    engine.step()
+    engine.abort(second)
+    pool.planner.resize(1 << 18)
+    engine.run()
+    assert engine.outputs(first) == generate_alone(model("qwen3_next"), prompt, 12, chunk_tokens=CHUNK).tokens
+    assert_empty(pool)
+
+
 def test_unknown_and_unfinished_requests_refused() -> None:
     engine = Engine(StubRunner(), Pool(stub_layout(), 12 * 4096), config())
     request_id = engine.submit([1], 2)
@@ -828,7 +862,7 @@ def test_request_token_slice_spans_prompt_and_outputs() -> None:
 def test_sampling_depends_on_seed_request_and_position_only(seed: int) -> None:
     """Batched, alone, retracted or not: the same draws."""
     layout = model_layout("qwen3_next")
-    work = requests(seed + 8, 6)
+    work = requests(seed + 8, 4)
     sampling = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=5)
     runs = []
     for factor, most in ((8, 256), (8, 1), (2.3, 256)):

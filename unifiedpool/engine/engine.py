@@ -11,11 +11,12 @@ from typing import Any
 
 from unifiedpool.engine.geometry import Geometry, empty_shortfall
 from unifiedpool.engine.request import Request, SamplingParams, Status, TokenEvent
-from unifiedpool.engine.runner import Runner
+from unifiedpool.engine.runner import ModelRunner, Runner
 from unifiedpool.engine.sampling import sample
 from unifiedpool.engine.scheduler import Scheduler
-from unifiedpool.engine.static_pool import StaticPlanner
+from unifiedpool.engine.static_pool import StaticPlanner, StaticPool
 from unifiedpool.errors import CapacityError, InvalidArgumentError, format_bytes
+from unifiedpool.model_spec import ModelSpec
 from unifiedpool.pool import Pool
 from unifiedpool.traces import TraceWriter
 
@@ -155,6 +156,39 @@ class Engine:
         self._recorder = writer
         self._arrivals.clear()
         return writer
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        arena_bytes: int,
+        *,
+        page_size: int | None = None,
+        static_ratio: float | None = None,
+        config: EngineConfig | None = None,
+    ) -> Engine:
+        """Build layout, pool, runner and engine for a transformers model, on the model's device.
+
+        Args:
+            model: a causal language model in eval mode.
+            arena_bytes: size of the arena.
+            page_size: tokens per page; None lets the layout choose.
+            static_ratio: use a `StaticPool` of this ratio instead of a unified pool.
+            config: limits of a step.
+
+        Raises:
+            UnsupportedModelError: an architecture or layer that the library does not know.
+            InvalidArgumentError: an impossible size or ratio.
+        """
+        dtype = str(model.dtype).removeprefix("torch.")
+        spec = ModelSpec.from_config(model.config, kv_dtype=dtype, conv_dtype=dtype, convention="transformers")
+        layout = spec.layout(page_size=page_size)
+        pool: Pool
+        if static_ratio is None:
+            pool = Pool(layout, arena_bytes, device=model.device)
+        else:
+            pool = StaticPool(layout, arena_bytes, ratio=static_ratio, device=model.device)
+        return cls(ModelRunner(model, pool), pool, config)
 
     def submit(
         self,

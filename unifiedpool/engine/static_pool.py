@@ -82,6 +82,16 @@ class StaticPlanner(Planner):
         self._check(demand)
         return super().reserve(demand)
 
+    def resize(self, arena_bytes: int) -> None:
+        """Refuse: the split is part of what a static pool is.
+
+        Raises:
+            InvalidArgumentError: always.
+        """
+        raise InvalidArgumentError(
+            f"resize to {format_bytes(arena_bytes)}: the split of a static pool is fixed; make another, or use a Pool"
+        )
+
     def _over(self, demand: DemandLike, held: list[int]) -> int:
         wanted = [have + more for have, more in zip(held, self._compiled(demand).per_kind(), strict=True)]
         over = page_bytes = 0
