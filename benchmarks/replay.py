@@ -42,7 +42,7 @@ def cases() -> list[Case]:
     """Return the traces and the servers they run on."""
     k3 = Server.make(load_model("kimi-k3", tp=8, state_dtype="bfloat16"), 60 << 30, page_size=16)
     qwen = Server.make(load_model("qwen3-next-80b"), 16 << 30, page_size=64)
-    short, long = (0.4, 0.9, 2.0, 4.0), (0.1, 0.2, 0.4, 0.8, 1.6)
+    short, long = (1.0, 2.0, 4.0, 8.0, 16.0), (0.1, 0.2, 0.4, 0.8, 1.6)
     return [
         Case("Mooncake conversation, Kimi K3 60 GiB", "mooncake_conversation.jsonl", k3, long),
         Case("Mooncake synthetic, Kimi K3 60 GiB", "mooncake_synthetic.jsonl", k3, long),

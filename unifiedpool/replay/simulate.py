@@ -443,16 +443,14 @@ class Simulation:
             state = slot.handle
             self.copied_bytes += self.server.slot_bytes
             self.touched = True
-        self._insert(request, checkpoint.depth, state, checkpoint.optional)
+        self._insert(request, checkpoint.depth, state, checkpoint.role)
         self.cache_ns += perf_counter_ns() - clock
 
-    def _insert(self, request: _Request, depth: int, state: int, chunk_end: bool) -> None:
+    def _insert(self, request: _Request, depth: int, state: int, role: str) -> None:
         pages = depth // self.page
         count = pages - request.first_own
         handles = array("i", bytes(4 * request.first_own)) + request.own[:count]
-        made = self.cache.insert(
-            request.tokens[:depth], handles, state=state or None, lock=request.lock, chunk_end=chunk_end
-        )
+        made = self.cache.insert(request.tokens[:depth], handles, state=state or None, lock=request.lock, role=role)
         self.states_saved += bool(state) and made.state_rejected is None
         surplus = made.to_free()
         if surplus:
@@ -466,7 +464,7 @@ class Simulation:
         clock = perf_counter_ns()
         depth = self._whole(job, job.input_tokens + job.output_tokens - 1)
         if depth > request.first_own * self.page:
-            self._insert(request, depth, request.states.pop() if self.has_states else 0, False)
+            self._insert(request, depth, request.states.pop() if self.has_states else 0, "final")
         self._release(request)
         self.cache_ns += perf_counter_ns() - clock
         self.running.remove(request)
