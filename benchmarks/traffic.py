@@ -7,23 +7,19 @@ Two traffics exercise a pool that holds pages and states at once:
     mix      both kinds at random, and one request in a hundred with an output forty times longer: holes of every age
 
 The traces are read from `../shared/data` beside the repository (or another folder). Without them lengths are drawn from
-quantile tables fitted to the same traces; input and output are independent there, as they nearly are in the traces
-(Spearman .07 in both).
+quantile tables fitted to the same traces (`unifiedpool.traces.draw_lengths`).
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import random
-from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DEFAULT_FOLDER", "Request", "Traces", "load_traces", "mix", "phases", "read_azure", "read_mooncake"]
+from unifiedpool.traces import draw_lengths, read_trace
+
+__all__ = ["DEFAULT_FOLDER", "Request", "Traces", "load_traces", "mix", "phases", "read_lengths"]
 
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data"
 AZURE_FILE = "azure_llm_2023_conv.csv"
@@ -31,13 +27,6 @@ MOONCAKE_FILE = "mooncake_conversation.jsonl"
 
 # A Mooncake request is called long from here on; 45 % of the trace is.
 LONG_TOKENS = 8192
-
-# Lengths at the given percentiles of each trace, for generated traffic.
-_PERCENTILES = (0, 1, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 99, 100)
-_AZURE_INPUT = (2, 29, 181, 207, 387, 403, 703, 1020, 1071, 1130, 1315, 2734, 4083, 4142, 14050)
-_AZURE_OUTPUT = (7, 16, 41, 54, 77, 91, 103, 129, 177, 384, 400, 424, 451, 601, 1000)
-_LONG_INPUT = (8192, 8328, 8807, 9421, 10885, 12510, 14422, 16516, 19053, 23238, 28671, 41624, 62867, 108746, 126195)
-_LONG_OUTPUT = (1, 3, 9, 24, 118, 242, 312, 365, 409, 454, 506, 600, 717, 1342, 2000)
 
 
 class Request(NamedTuple):
@@ -56,26 +45,9 @@ class Traces:
     source: str
 
 
-def read_azure(path: Path) -> list[Request]:
-    """Read an Azure LLM inference trace: CSV with TIMESTAMP, ContextTokens, GeneratedTokens."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [Request(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
-
-
-def read_mooncake(path: Path) -> list[Request]:
-    """Read a Mooncake trace: one JSON object a line with input_length and output_length."""
-    with path.open(encoding="utf-8") as file:
-        records = [json.loads(line) for line in file if line.strip()]
-    return [Request(int(record["input_length"]), int(record["output_length"])) for record in records]
-
-
-def _draw(source: random.Random, lengths: Sequence[int]) -> int:
-    """Draw a length from a quantile table, log-linear between its points."""
-    percentile = 100 * source.random()
-    upper = min(bisect_right(_PERCENTILES, percentile), len(_PERCENTILES) - 1)
-    low, high = _PERCENTILES[upper - 1], _PERCENTILES[upper]
-    share = (percentile - low) / (high - low)
-    return round(exp(log(lengths[upper - 1]) * (1 - share) + log(lengths[upper]) * share))
+def read_lengths(path: Path) -> list[Request]:
+    """Read the lengths of a trace in any format that `unifiedpool.traces` knows."""
+    return [Request(request.input_tokens, request.output_tokens) for request in read_trace(path).requests]
 
 
 def load_traces(folder: Path = DEFAULT_FOLDER, *, seed: int = 0, generated: int = 8192) -> Traces:
@@ -87,11 +59,11 @@ def load_traces(folder: Path = DEFAULT_FOLDER, *, seed: int = 0, generated: int 
     """
     azure, mooncake = folder / AZURE_FILE, folder / MOONCAKE_FILE
     if azure.exists() and mooncake.exists():
-        long = tuple(request for request in read_mooncake(mooncake) if request.input_tokens >= LONG_TOKENS)
-        return Traces(tuple(read_azure(azure)), long, f"traces {AZURE_FILE} and {MOONCAKE_FILE}")
+        long = tuple(request for request in read_lengths(mooncake) if request.input_tokens >= LONG_TOKENS)
+        return Traces(tuple(read_lengths(azure)), long, f"traces {AZURE_FILE} and {MOONCAKE_FILE}")
     source = random.Random(seed)
-    short = tuple(Request(_draw(source, _AZURE_INPUT), _draw(source, _AZURE_OUTPUT)) for _ in range(generated))
-    long = tuple(Request(_draw(source, _LONG_INPUT), _draw(source, _LONG_OUTPUT)) for _ in range(generated))
+    short = tuple(Request(*draw_lengths(source, "short")) for _ in range(generated))
+    long = tuple(Request(*draw_lengths(source, "long")) for _ in range(generated))
     return Traces(short, long, f"generated lengths (no traces in {folder.name}/), seed {seed}")
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from placement import POLICIES, make_policy, models, simulate  # noqa: E402
 from policies import LcmPages, Model, NestedGrids, PaddedSlab, StaticRatio, TwoEnded, VllmBlocks  # noqa: E402
-from traffic import Request, load_traces, mix, phases, read_azure, read_mooncake  # noqa: E402
+from traffic import Request, load_traces, mix, phases, read_lengths  # noqa: E402
 
 
 def tiny(sizes: Sequence[int], arena_bytes: int, *, scale: int = 256) -> Model:
@@ -219,11 +219,11 @@ def test_traffic_reads_traces_and_alternates(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n2023-11-16 18:15:50,396,109\n"
     )
     (tmp_path / "mooncake_conversation.jsonl").write_text(
-        '{"timestamp": 0, "input_length": 9000, "output_length": 5, "hash_ids": [0]}\n'
-        '{"timestamp": 0, "input_length": 100, "output_length": 6, "hash_ids": [1]}\n'
+        f'{{"timestamp": 0, "input_length": 9000, "output_length": 5, "hash_ids": {list(range(18))}}}\n'
+        '{"timestamp": 0, "input_length": 100, "output_length": 6, "hash_ids": [99]}\n'
     )
-    assert read_azure(tmp_path / "azure_llm_2023_conv.csv")[1] == Request(396, 109)
-    assert read_mooncake(tmp_path / "mooncake_conversation.jsonl")[0] == Request(9000, 5)
+    assert read_lengths(tmp_path / "azure_llm_2023_conv.csv")[1] == Request(396, 109)
+    assert read_lengths(tmp_path / "mooncake_conversation.jsonl")[0] == Request(9000, 5)
     traces = load_traces(tmp_path)
     assert "generated" not in traces.source
     assert traces.long == (Request(9000, 5),)
