@@ -1049,6 +1049,16 @@ int up_tree_unit(up_tree *t, int32_t node, up_unit *out, int32_t *handles, int64
     return leave(t, UP_TREE_OK);
 }
 
+/* A leaf that hangs by a single thread from `node` owns the pages of that thread. Returns 0 when there is none. */
+static int32_t leaf_on_thread(const up_tree *t, int32_t node) {
+    const up_node *x = &t->nodes[node];
+    while (x->num_children == 1 && !x->state) {
+        node = x->first_child;
+        x = &t->nodes[node];
+    }
+    return x->num_children ? 0 : node;
+}
+
 /* Whoever would have used the state of this unit will use the nearest one above it. */
 static void hand_on(up_tree *t, const up_unit *unit) {
     int32_t above = unit->parent;
@@ -1070,6 +1080,7 @@ int up_tree_evict(up_tree *t, int32_t node, up_unit *out) {
         x->state = 0;
         x->flags |= UP_NODE_TOMBSTONE;
         t->stats.states--;
+        out->changed = leaf_on_thread(t, node);
         return leave(t, UP_TREE_OK);
     }
     for (int32_t i = node; i != out->parent;) {
@@ -1079,6 +1090,8 @@ int up_tree_evict(up_tree *t, int32_t node, up_unit *out) {
         i = parent;
     }
     if (t->ghost_factor) ghosts_trim(t);
+    out->parent_is_root = (t->nodes[out->parent].flags & UP_NODE_ROOT) != 0;
+    if (!out->parent_is_root) out->changed = leaf_on_thread(t, out->parent);
     return leave(t, UP_TREE_OK);
 }
 

@@ -161,6 +161,8 @@ typedef struct {
     int32_t role;
     int32_t state_use; /* when the state was last saved or consumed */
     int32_t num_children;
+    int32_t changed; /* after an eviction: the node whose unit reaches further up now, 0: none; `parent` not counted */
+    int32_t parent_is_root;
 } up_unit;
 
 typedef struct {

@@ -538,7 +538,7 @@ def test_make_room_evicts_not_one_unit_too_many(policy: str, demand: dict[str, i
     by_hand = 0
     while not desks[1].planner.can_allocate(demand):
         victim = desks[1].cache._victim()
-        desks[1].cache._evict(int(victim.node), Evicted())
+        desks[1].cache._evict(victim, Evicted())
         by_hand += 1
     assert made.fits and made.units == by_hand > 0
     assert desks[0].cache.ledger() == desks[1].cache.ledger()

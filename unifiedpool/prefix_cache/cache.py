@@ -13,7 +13,7 @@ from typing import Any
 
 from .._native import ffi, lib
 from ..errors import InvalidArgumentError, InvalidHandleError, PinnedError
-from ..planner import DemandLike, Handles, HandlesLike, Planner
+from ..planner import Demand, DemandLike, Handles, HandlesLike, Planner
 from .eviction import DEAD_BUCKET, ROLES, EvictionOrder, Placement, Policy, PrefillCost, policy_named
 from .tracking import StateSlot
 from .tree import Match, PrefixTree, TokensLike
@@ -371,7 +371,7 @@ class PrefixCache:
             if surplus <= 0:
                 return
             if nodes[candidate].num_children < 2 and not nodes[candidate].state_locks:
-                self._evict(candidate, Evicted())
+                self._evict(self._unit_with_handles(candidate), Evicted())
                 surplus -= 1
 
     # -- units ---------------------------------------------------------------------------------------------------
@@ -411,62 +411,51 @@ class PrefixCache:
                     stack.append(child)
                 child = nodes[child].next_sibling
 
-    def _victim(self, leaves: bool | None = None, handles: Handles | None = None) -> Any:
-        """Return the unit that goes next (`up_unit *`), None when there is none. `handles` gets its handles.
+    def _victim(self, leaves: bool | None = None) -> Any:
+        """Return the unit that goes next (`up_unit *`, its handles in `_handles`), None when there is none.
 
         What a unit frees and saves changes with its neighbours; whoever comes up is looked at again.
         """
-        order, tree = self._order, self.tree
+        order, now = self._order, self.clock
         while True:
-            node = order.first(self.clock, leaves)
+            node = order.first(now, leaves)
             if node is None:
                 return None
-            unit = tree.unit(node)
+            unit = self._unit_with_handles(node)
             if unit is None:
                 order.remove(node)
-            elif not order.put(node, self._placement(unit), bool(unit.is_leaf)):
-                if handles is not None:
-                    need = unit.num_pages + 1
-                    if need > handles.capacity:
-                        handles = self._handles = Handles(2 * need)
-                    tree.unit(node, handles)
+            elif not order.put(node, self._placement(unit), unit.is_leaf == 1):
                 return unit
 
-    def _evict(self, node: int, total: Evicted) -> None:
-        """Evict the unit of a node: free its handles, then take it out of the tree."""
-        handles = self._handles
-        unit = self.tree.unit(node)
-        if unit.num_pages + 1 > handles.capacity:
-            handles = self._handles = Handles(2 * (unit.num_pages + 1))
-        self.tree.unit(node, handles)
-        if unit.is_leaf:
-            window = self._count_window(handles)
-            self.planner.free(handles)
-            pages = int(unit.num_pages)
-        else:
-            window = pages = 0
-            self.planner.free(handles)
+    def _unit_with_handles(self, node: int) -> Any:
+        try:
+            return self.tree.unit(node, self._handles)
+        except InvalidArgumentError:  # more handles than ever before
+            unit = self.tree.unit(node)
+            self._handles = Handles(2 * (unit.num_pages + 1))
+            return self.tree.unit(node, self._handles)
+
+    def _evict(self, unit: Any, total: Evicted) -> None:
+        """Evict what `_unit_with_handles` just returned: free its handles, then take it out of the tree."""
+        handles, node, pages = self._handles, unit.node, unit.num_pages
+        window = self._count_window(handles) if self.window_kind is not None and pages else 0
+        self.planner.free(handles)
         unit = self.tree.evict(node)
+        state, parent, parent_is_root, changed = unit.state, unit.parent, unit.parent_is_root, unit.changed
         self._order.remove(node)
         total.units += 1
-        self._count(total, self.page_kind, pages, self._page_bytes)
-        if unit.state:
+        if pages:
+            self._count(total, self.page_kind, pages, self._page_bytes)
+            if not parent_is_root:
+                self._refresh(parent)
+        elif self.window_kind is not None:
+            self._flag_window(node)
+        if state:
             self._count(total, self.state_kind or "", 1, self._state_bytes)
         if window:
             self._count(total, self.window_kind or "", window, self._window_bytes)
-        nodes, parent = self.tree.nodes, int(unit.parent)
-        if unit.is_leaf:
-            if not nodes[parent].length:
-                return
-            self._refresh(parent)
-            node = parent
-        elif self.window_kind is not None:
-            self._flag_window(node)
-        # A leaf that hangs by a single thread owns more pages now.
-        while nodes[node].num_children == 1 and not nodes[node].state:
-            node = nodes[node].first_child
-        if node in self._order:
-            self._refresh(node)
+        if changed and changed != parent:
+            self._refresh(changed)
 
     @staticmethod
     def _count(total: Evicted, kind: str, cells: int, stride: int) -> None:
@@ -486,6 +475,8 @@ class PrefixCache:
             What was evicted and whether the demand fits. O(log units) a unit.
         """
         planner, total = self.planner, Evicted()
+        if not isinstance(demand, Demand):
+            demand = planner.demand(demand)
         if planner.can_allocate(demand):
             total.fits = True
             return total
@@ -499,9 +490,9 @@ class PrefixCache:
             unit = self._victim()
             if unit is None:
                 break
-            node = int(unit.node)
+            node = unit.node
             try:
-                self._evict(node, total)
+                self._evict(unit, total)
             except PinnedError:
                 pinned.append(node)
                 self._order.remove(node)
@@ -539,7 +530,7 @@ class PrefixCache:
                 unit = self._victim(True if kind == self.page_kind else None)
                 if unit is None:
                     break
-                self._evict(int(unit.node), total)
+                self._evict(unit, total)
         total.fits = all(total.cells.get(kind, 0) >= count for kind, count in cells.items())
         return total
 
@@ -547,7 +538,7 @@ class PrefixCache:
         """Evict everything that no lock holds."""
         total = Evicted(fits=True)
         while (unit := self._victim()) is not None:
-            self._evict(int(unit.node), total)
+            self._evict(unit, total)
         return total
 
     def evictable_bytes(self) -> int:

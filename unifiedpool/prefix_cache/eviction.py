@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sortedcontainers import SortedList
@@ -45,6 +46,7 @@ _LOG_TABLE = tuple(round(256 * math.log2(m / 256)) for m in range(256, 512))
 DEAD_BUCKET = -(1 << 20)
 
 
+@lru_cache(maxsize=1 << 14)
 def log2_q8(value: int) -> int:
     """Return 256 * log2(value), rounded down to what the top nine bits say; 0 for values below 1.
 
@@ -307,7 +309,10 @@ class EvictionOrder:
         if old is not None:
             placement, key = old
             units = self._lists[key]
-            units.remove((placement.rank, node))
+            if units[0][1] == node:
+                units.pop(0)  # the usual case, and cheaper than a search
+            else:
+                units.remove((placement.rank, node))
             if not units:
                 del self._lists[key]
             self._stale.add(key)

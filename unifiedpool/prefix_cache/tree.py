@@ -46,10 +46,15 @@ def token_buffer(tokens: TokensLike) -> tuple[Any, int, bool]:
         InvalidArgumentError: not one-dimensional integers.
     """
     if isinstance(tokens, np.ndarray):
-        if tokens.dtype == _INT32 and tokens.ndim == 1:
-            return ffi.from_buffer(tokens if tokens.flags.c_contiguous else tokens.copy()), len(tokens), False
-        if tokens.dtype == _INT64 and tokens.ndim == 1:
-            return ffi.from_buffer(tokens if tokens.flags.c_contiguous else tokens.copy()), len(tokens), True
+        # numpy shares one dtype object for each native width, so identity is the cheap test that nearly always decides.
+        wide = tokens.dtype is not _INT32
+        if (not wide or tokens.dtype in (_INT64, _INT32)) and tokens.ndim == 1:
+            if wide:
+                wide = tokens.dtype == _INT64
+            try:
+                return ffi.from_buffer(tokens), len(tokens), wide
+            except ValueError:  # not contiguous
+                return ffi.from_buffer(tokens.copy()), len(tokens), wide
         raise InvalidArgumentError(
             f"tokens are an array of dtype {tokens.dtype} and shape {tokens.shape}; give [n] int32 or int64"
         )
@@ -151,6 +156,8 @@ class PrefixTree:
     """
 
     __slots__ = (
+        "_evict",
+        "_find_unit",
         "_inserted",
         "_match",
         "_native",
@@ -202,7 +209,8 @@ class PrefixTree:
             raise MemoryError("PrefixTree: host memory ran out")
         self._native: Any = ffi.gc(out[0], lib.up_tree_destroy)
         self.page_size, self.grid, self.window, self.needs_state = page_size, chosen, window, needs_state
-        self._match: Any = lib.up_tree_match
+        # Bound once: a module attribute costs as much as some of the calls.
+        self._match, self._find_unit, self._evict = lib.up_tree_match, lib.up_tree_unit, lib.up_tree_evict
         self._inserted: Any = ffi.new("up_inserted *")
         self._unit: Any = ffi.new("up_unit *")
         self._receipt: Any = ffi.new("int64_t *")
@@ -370,25 +378,30 @@ class PrefixTree:
 
         Args:
             node: a node's id.
-            handles: gets the unit's handles, pages first; has to be large enough.
+            handles: gets the unit's handles, pages first; it has to be large enough.
         """
-        data, capacity = (ffi.NULL, 0) if handles is None else (handles._data, handles.capacity)
-        code = lib.up_tree_unit(self._native, node, self._unit, data, capacity)
+        unit = self._unit
+        if handles is None:
+            code = self._find_unit(self._native, node, unit, ffi.NULL, 0)
+        else:
+            code = self._find_unit(self._native, node, unit, handles._data, handles.capacity)
         if code:
             if code in (lib.UP_TREE_NO_UNIT, lib.UP_TREE_LOCKED, lib.UP_TREE_BAD_NODE):
                 return None
             self.raise_for(code, "unit")
         if handles is not None:
-            handles._native.length = self._unit.num_pages + (1 if self._unit.state else 0)
-        return self._unit
+            handles._native.length = unit.num_pages + (1 if unit.state else 0)
+        return unit
 
     def evict(self, node: int) -> Any:
         """Evict a node's unit and return it; the handles that it held are the caller's to free."""
-        code = lib.up_tree_evict(self._native, node, self._unit)
+        unit = self._unit
+        code = self._evict(self._native, node, unit)
         if code:
             self.raise_for(code, "evict")
-        self.tidy(self._unit.parent)
-        return self._unit
+        if unit.parent_is_root:
+            self.tidy(unit.parent)
+        return unit
 
     # -- looking -------------------------------------------------------------------------------------------------
 
