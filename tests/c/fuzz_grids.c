@@ -845,6 +845,7 @@ static void bad_call(context *x) {
     up_grids *g = x->grids;
     int kind = (int)below(r, m->num_kinds), bad_kind = percent(r, 50) ? m->num_kinds : percent(r, 50) ? -1 : INT32_MAX;
     int expected = UP_BAD_ARGUMENT, code = 0, bad_code, which = (int)below(r, 24);
+    int32_t past_the_end = (int32_t)(m->granules / m->per_cell[kind]);
     int64_t count, ignored, counts[UP_MAX_KINDS] = {0};
     uint64_t digest, digest_after;
     up_digest(g, &digest);
@@ -939,7 +940,7 @@ static void bad_call(context *x) {
         count = draw_batch(x, kind, 1, 0, 1);
         if (count == 0) return;
         code = percent(r, 50) ? up_relocate(g, handles[0], kind, m->cell[kind][handles[0]])
-                              : up_relocate(g, handles[0], kind, percent(r, 50) ? -1 : (int32_t)m->cells[kind] + 100);
+                              : up_relocate(g, handles[0], kind, percent(r, 50) ? -1 : past_the_end);
         expected = code == UP_NO_CAPACITY ? code : UP_BAD_ARGUMENT;
         break;
     default: code = up_resize(g, percent(r, 50) ? 0 : percent(r, 50) ? -5 : INT64_MIN);
