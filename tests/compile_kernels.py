@@ -78,8 +78,8 @@ class Compiled:
 
 
 def _lazy(size: int) -> Tensor:
-    """Bytes that no one writes: an arena whose pages the system never has to find."""
-    raw = torch.empty(size + 256, dtype=torch.uint8)
+    """Bytes of an arena that is too large for 32-bit offsets, which Triton looks at. Never written, so never there."""
+    raw = torch.empty(max(size, 3 << 30) + 256, dtype=torch.uint8)
     return raw[-raw.data_ptr() % 256 :][:size]
 
 
