@@ -629,7 +629,8 @@ def _print_replay(report: dict[str, Any], server: Server, costs: Costs) -> None:
         tried = ", ".join(f"{run['policy'][7:]}: {run['throughput']['requests_per_s']:.3f}" for run in swept)
         _say(f"static ratios and their requests a second: {tried}; best {best['policy'][7:]}")
     for run in shown:
-        if best is not None and run is not best:
+        # What was interrupted has seen other parts of the trace.
+        if best is not None and run is not best and report["complete"]:
             found = compare(run, best)
             _say(
                 f"{run['policy']} against {best['policy']}: throughput x{found['throughput']:.3f}, TTFT p95 "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -74,8 +76,21 @@ def _simulation(setting: _Setting, task: Task) -> Simulation:
     return Simulation(setting.workload, server, pool, costs, setting.hardware, setting.options)
 
 
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """Ignore ctrl-C for a moment; a process that is started meanwhile inherits that, from its first instruction on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _work(connection: Connection, setting: _Setting, task: Task, stop: Any) -> None:
-    """Run one task in a process of its own. The parent handles ctrl-C."""
+    """Run one task in a process of its own, which ctrl-C does not reach: the parent tells it to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         simulation = _simulation(setting, task)
@@ -201,7 +216,8 @@ def _run_apart(
                 task = waiting.pop(0)
                 mine, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(theirs, setting, task, stop), daemon=True)
-                process.start()
+                with _deaf():
+                    process.start()
                 theirs.close()
                 running[mine] = (task, process)
             for connection in wait(list(running), timeout=_POLL_S):
