@@ -1,7 +1,7 @@
 # make demo    a tiny hybrid model serves long and short requests from one buffer
-# make test    lint, types, C warnings, the test suite, and a short run under sanitizers
+# make test    lint, types, C warnings, a short run under sanitizers, and the test suite
 # make soak    the long versions of the tests
-# make bench   every benchmark; QUICK= runs them in full
+# make bench   every benchmark, quickly; QUICK= runs them in full
 #
 # TORCH names another torch:   make test TORCH="torch==2.14.1"
 #                              make demo TORCH="torch --index-url URL_OF_A_TORCH_INDEX"
@@ -33,7 +33,7 @@ ASAN_TESTS ?= $(shell grep -l 'mark\.native' tests/test_*.py)
 demo: $(NATIVE)
 	$(BIN)/python examples/mixed_requests.py $(ARGS)
 
-test: lint pytest asan
+test: lint asan pytest
 
 pytest: $(NATIVE)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
