@@ -13,6 +13,7 @@ import pytest
 from test_cli import run
 from unifiedpool._native import ffi, lib
 from unifiedpool.errors import CapacityError, InvalidArgumentError
+from unifiedpool.model_spec import ModelSpec
 from unifiedpool.prefix_cache import PrefillCost
 from unifiedpool.replay import (
     DEFAULT_HARDWARE,
@@ -356,6 +357,11 @@ def test_window_models_and_bad_options_are_refused() -> None:
     gemma = Server.make(load_model("gemma3-27b"), 40 * GIB)
     with pytest.raises(InvalidArgumentError, match="window layers"):
         run_replay(generate_trace(2), gemma, default_costs(gemma), DEFAULT_HARDWARE, Options())
+    config = {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 256, "num_heads": 8, "head_dim": 64}
+    config |= {"expand": 2, "n_groups": 1, "state_size": 16, "conv_kernel": 4}
+    mamba = Server.make(ModelSpec.from_config(config), GIB)
+    with pytest.raises(InvalidArgumentError, match="no KV pages"):
+        run_replay(generate_trace(2), mamba, default_costs(mamba), DEFAULT_HARDWARE, Options())
     with pytest.raises(InvalidArgumentError, match="no policy"):
         replay_report(policies=())
     with pytest.raises(InvalidArgumentError, match="max_running is 0"):

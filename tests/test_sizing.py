@@ -9,7 +9,7 @@ import pytest
 
 from unifiedpool import Planner
 from unifiedpool.errors import CapacityError, ConfigFieldError, InvalidArgumentError, UnsupportedModelError
-from unifiedpool.model_spec import PRESETS
+from unifiedpool.model_spec import PRESETS, ModelSpec
 from unifiedpool.sizing import DEFAULT_LENGTHS, Server, load_model
 
 GIB = 1 << 30
@@ -182,6 +182,17 @@ def test_recommended_ratio_beats_both_ends() -> None:
         return sum(server.static_requests(split, n) / server.best_static(n)[0] for n in lengths)
 
     assert mean(chosen) >= max(mean(0.1), mean(0.9), mean(5.0))
+
+
+def test_model_of_states_alone_gives_them_all() -> None:
+    config = {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 256, "num_heads": 8, "head_dim": 64}
+    config |= {"expand": 2, "n_groups": 1, "state_size": 16, "conv_kernel": 4}
+    server = Server.make(ModelSpec.from_config(config), GIB)
+    split = server.static_split(0.9)
+    assert split.slots == GIB // server.slot_bytes
+    assert server.static_requests(split, 4096) == server.best_static(4096)[0] == split.slots // 5
+    assert server.unified_requests(4096) == server.unified_requests(1 << 20)
+    json.dumps(server.report([128]), allow_nan=False)
 
 
 def test_report_is_json_with_schema() -> None:

@@ -228,8 +228,8 @@ def plan(
 def _print_plan(server: Server, split: StaticSplit, lengths: list[int], context: int) -> None:
     spec = server.spec
     out.print(
-        f"[bold]{spec.name}[/], tp {spec.tp}, {format_bytes(server.cache_bytes)} of caches per GPU, "
-        f"strategy {server.strategy}{'' if server.overlap else ', no overlap'}"
+        f"[bold]{spec.name}[/], tp {spec.tp}, {format_bytes(server.cache_bytes)} of caches per GPU"
+        + (f", strategy {server.strategy}{'' if server.overlap else ', no overlap'}" if server.slot_bytes else "")
     )
     table = _table("bytes", "padded", "padding", "what", "of each", title="Where each byte goes (one GPU)", numbers=3)
     for what, bare, padded, unit in server.byte_rows():
@@ -245,7 +245,7 @@ def _print_plan(server: Server, split: StaticSplit, lengths: list[int], context:
         )
     _say("; ".join(facts))
 
-    given = f"static {split.ratio:.2g}" if server.slot_bytes else "static"
+    given = f"static {split.ratio:.2g}" if server.slot_bytes and split.kv_bytes else "static"
     headings = ("context", "request", given, "best", "its ratio", "blocks", "unified/2", "unified")
     table = _table(*headings, title="Requests that fit", numbers=len(headings))
     for row in server.rows(lengths, split=split):

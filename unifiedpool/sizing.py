@@ -322,7 +322,8 @@ class Server:
             assert ratio is not None
             if not ratio > 0:
                 raise InvalidArgumentError(f"ratio is {ratio}; it must be above 0")
-            states = int(total * ratio / (1 + ratio))
+            # Without pages there is nothing to share with.
+            states = int(total * ratio / (1 + ratio)) if self.token_bytes or self.window_token_bytes else total
             # Every running request has a row of windows, and so does the pad.
             slots = max(0, states - self.window_row_bytes) * self.static_slots
             slots //= unit * self.static_slots + self.window_row_bytes

@@ -138,6 +138,8 @@ def run_replay(
         check_policy(task.policy)
     if "swa" in server.layout.names:
         raise InvalidArgumentError(f"{server.spec.name!r} has window layers; the replay models pages and states only")
+    if "full" not in server.layout.names:
+        raise InvalidArgumentError(f"{server.spec.name!r} keeps no KV pages: there is no prefix cache to replay")
     results: dict[Task, dict[str, Any]] = {}
     failed: dict[Task, str] = {}
     interrupted = (_run_here if jobs <= 1 else _run_apart)(setting, tasks, results, failed, progress, jobs)
