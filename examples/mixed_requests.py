@@ -145,7 +145,10 @@ def load_model(name: str, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     if Path(name).is_dir():
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-        return model, transformers.AutoTokenizer.from_pretrained(name)
+        try:
+            return model, transformers.AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError):
+            return model, None  # a folder of weights alone
     config = tiny_models.config(name)
     config.initializer_range = 0.05  # logits about 1 in size: rounding stays far below the distance between tokens
     if name == "qwen3_next":
@@ -164,6 +167,39 @@ def make_layout(model: Any, page_size: int) -> Layout:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # padding is printed with the layout
         return spec.layout(page_size=page_size)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs in how many bytes."""
+
+    arena_bytes: int
+    slot_bytes: int
+    tokens_per_state: float
+    scale: float
+    mix: list[Lengths]
+    config: EngineConfig
+
+
+def token_bytes_of(layout: Layout) -> float:
+    """Return the bytes of a token over all page kinds."""
+    return sum(kind.stride_bytes / kind.page_size for kind in layout.kinds if kind.page_size)
+
+
+def size_up(model: Any, layout: Layout, options: argparse.Namespace, count: int) -> Setting:
+    """Choose the arena, and scale the lengths to the model."""
+    slot_bytes = sum(kind.stride_bytes for kind in layout.kinds if not kind.page_size)
+    token_bytes = token_bytes_of(layout)
+    # Without states (gemma3, gpt-oss) a state's place is taken by as many bytes of KV.
+    unit_bytes = slot_bytes or int(64 * token_bytes)
+    arena_bytes = options.states * unit_bytes + (0 if slot_bytes else layout.null_bytes)
+    tokens_per_state = unit_bytes / token_bytes if token_bytes else 64.0
+    scale = options.scale or max(1.0, TOKENS_PER_STATE / tokens_per_state)
+    longest = max(8, int(LONGEST * arena_bytes / token_bytes)) if token_bytes else 1 << 20
+    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
+    mix = draw_lengths(count, options.seed, scale, min(longest, limit))
+    config = EngineConfig(chunk_tokens=options.chunk, prefill_tokens=4 * options.chunk, headroom=8)
+    return Setting(arena_bytes, slot_bytes, tokens_per_state, scale, mix, config)
 
 
 def serve(
@@ -331,6 +367,7 @@ def plot(path: Path, runs: Sequence[Run], layout: Layout, arena_bytes: int, titl
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -351,7 +388,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="divide real lengths by this (default: fitted to the model)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default); else seeded sampling")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of the model (default: 1)")
-    parser.add_argument("--plot", type=Path, default=Path("mixed_requests.png"), help="where to draw the memories")
+    parser.add_argument("--plot", type=Path, default=Path("out/mixed_requests.png"), help="where to draw the memories")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     parser.add_argument("--quick", action="store_true", help="a sixth of the requests")
     options = parser.parse_args(arguments)
@@ -362,8 +399,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--scale is {options.scale}; it must be above 0")
     if not Path(options.model).is_dir() and options.model not in tiny_models.NAMES:
         parser.error(f"--model {options.model!r} is no folder and none of {', '.join(tiny_models.NAMES)}")
-    if not options.plot.parent.is_dir():
-        parser.error(f"--plot: there is no folder {options.plot.parent}")
     return options
 
 
@@ -384,28 +419,18 @@ def compare_pools(options: argparse.Namespace, console: Console, count: int) -> 
     """Do what the module's head says for `count` requests."""
     model, tokenizer = load_model(options.model, getattr(torch, options.dtype), options.seed)
     layout = make_layout(model, options.page_size)
-    pages = [kind for kind in layout.kinds if kind.page_size]
-    slot_bytes = sum(kind.stride_bytes for kind in layout.kinds if not kind.page_size)
-    token_bytes = sum(kind.stride_bytes / kind.page_size for kind in pages)
-    # Without states (gemma3, gpt-oss) a state's place is taken by as many bytes of KV.
-    unit_bytes = slot_bytes or int(64 * token_bytes)
-    arena_bytes = options.states * unit_bytes + (0 if slot_bytes else layout.null_bytes)
-    tokens_per_state = unit_bytes / token_bytes if token_bytes else 64.0
-    scale = options.scale or max(1.0, TOKENS_PER_STATE / tokens_per_state)
-    longest = max(8, int(LONGEST * arena_bytes / token_bytes)) if token_bytes else 1 << 20
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
-    mix = draw_lengths(count, options.seed, scale, min(longest, limit))
+    setting = size_up(model, layout, options, count)
+    arena_bytes, mix, config = setting.arena_bytes, setting.mix, setting.config
     prompts = make_prompts(mix, options.seed, tokenizer)
     requests = list(zip(prompts, mix, strict=True))
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
-    config = EngineConfig(chunk_tokens=options.chunk, prefill_tokens=4 * options.chunk, headroom=8)
 
     console.print(f"[bold]{options.model}[/bold] in {options.dtype}, prompts from {read_text()[1]}")
     console.print(layout.explain(), style="dim", highlight=False)
     console.print(
-        f"arena {format_bytes(arena_bytes)} = {options.states} states; a state is worth {tokens_per_state:.0f} tokens; "
-        f"real lengths / {scale:.1f}: {sum(m.prompt for m in mix):,} prompt and {sum(m.outputs for m in mix):,} output "
-        f"tokens, longest prompt {max(m.prompt for m in mix):,}"
+        f"arena {format_bytes(arena_bytes)} = {options.states} states; a state is worth {setting.tokens_per_state:.0f} "
+        f"tokens; real lengths / {setting.scale:.1f}: {sum(m.prompt for m in mix):,} prompt and "
+        f"{sum(m.outputs for m in mix):,} output tokens, longest prompt {max(m.prompt for m in mix):,}"
     )
     bar = Progress(
         TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
@@ -432,7 +457,7 @@ def compare_pools(options: argparse.Namespace, console: Console, count: int) -> 
         runs = []
         windows = dict(ModelRunner(model, Pool(layout, arena_bytes)).windows)
         plans: list[tuple[str, float | None]] = [("unified", None)]
-        if slot_bytes and pages:
+        if setting.slot_bytes and token_bytes_of(layout):
             task = bar.add_task("splits tried on the schedule", total=1)
             best = best_ratio(layout, arena_bytes, windows, mix, config)
             bar.advance(task)
@@ -446,7 +471,7 @@ def compare_pools(options: argparse.Namespace, console: Console, count: int) -> 
             engine, run = serve(pool, ModelRunner(model, pool), requests, config, sampling, progress)
             run.name, run.ratio = name, ratio
             if isinstance(pool, StaticPool):
-                run.state_share = pool.planner.num_slots * slot_bytes / arena_bytes
+                run.state_share = pool.planner.num_slots * setting.slot_bytes / arena_bytes
             judge(run, [engine.outputs(index) for index in range(count)], references)
             runs.append(run)
     show_table(console, [alone, *runs], count)

@@ -10,6 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from unifiedpool.engine import SamplingParams, StaticPool, StubRunner
+from unifiedpool.pool import Pool
+
+pytest.importorskip("transformers")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
@@ -74,6 +82,28 @@ def test_mixed_requests_quick_serves_identical_tokens_and_more_at_once(tmp_path:
     assert "tokens" in result.stdout and "unified" in result.stdout
 
 
+def test_mixed_requests_default_mix_holds_half_as_many_again() -> None:
+    """The claim, on the schedule alone: it depends on lengths, never on tokens."""
+    example = importlib.import_module("mixed_requests")
+    options = example.parse([])
+    model, _ = example.load_model(options.model, torch.float32, options.seed)
+    layout = example.make_layout(model, options.page_size)
+    setting = example.size_up(model, layout, options, options.requests)
+    work = [([0] * lengths.prompt, lengths) for lengths in setting.mix]
+    best = example.best_ratio(layout, setting.arena_bytes, {}, setting.mix, setting.config)
+    means = []
+    for pool in (
+        StaticPool(layout, setting.arena_bytes, ratio=0.9),
+        StaticPool(layout, setting.arena_bytes, ratio=best),
+        Pool(layout, setting.arena_bytes),
+    ):
+        means.append(example.serve(pool, StubRunner(), work, setting.config, SamplingParams())[1].mean_running)
+    static, best_static, unified = means
+    print(f"mean running: static {static:.2f}, best static ({best:.2f}) {best_static:.2f}, unified {unified:.2f}")
+    assert unified >= 1.5 * static
+    assert unified >= best_static >= static
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -84,7 +114,7 @@ def test_mixed_requests_quick_serves_identical_tokens_and_more_at_once(tmp_path:
 )
 def test_mixed_requests_odd_arguments_run(arguments: tuple[str, ...], tmp_path: Path) -> None:
     assert call("mixed_requests", *arguments) == 0
-    assert (tmp_path / "mixed_requests.png").exists()
+    assert (tmp_path / "out" / "mixed_requests.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -94,7 +124,6 @@ def test_mixed_requests_odd_arguments_run(arguments: tuple[str, ...], tmp_path: 
         (("--model", "no_such_model"), "none of"),
         (("--scale", "-1"), "above 0"),
         (("--dtype", "int8"), "invalid choice"),
-        (("--plot", "no/such/folder.png"), "no folder"),
         (("--requests", "2", "--states", "1"), "Error"),
         (("--requests", "2", "--ratio", "0"), "ratio"),
         (("--requests", "2", "--temperature", "-1"), "temperature"),
