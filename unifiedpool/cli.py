@@ -595,7 +595,7 @@ def _print_replay(report: dict[str, Any], server: Server, costs: Costs) -> None:
         f"{report['trace']['name']}: {report['trace']['requests']:,} requests; {server.spec.name}, "
         f"tp {server.spec.tp}, {format_bytes(size)} of caches per GPU; costs: {costs.source}"
     )
-    headings = ("req/s", "tok/s", "running", "p50", "p95", "p99", "hits", "retracted", "policy")
+    headings = ("req/s", "tok/s", "running", "p50", "p95", "p99", "hits", "retr.", "policy")
     table = _table(*headings, title="What requests see (p: time to the first token)", numbers=8)
     for run in shown:
         seen, ttft = run["throughput"], run["ttft_s"]
