@@ -156,14 +156,16 @@ def evict_timing(nodes: int, count: int, policy: str, rng: np.random.Generator) 
         cache.insert(tokens, taken.view[:-1], state=state, role="chunk" if number < count else "tail")
     planner.allocate({"full": planner.stats().kinds["full"].placeable})
     samples = []
-    # Each time exactly one leaf more than is free: four pages and a state are eight pages.
-    wanted = planner.demand({"full": 8})
-    for _ in range(min(count, nodes) - 1):
+    # Each call finds one leaf too few: four pages and a state are the bytes of eight pages.
+    batch, wanted = 8, planner.demand({"full": 0})
+    for _ in range(count // batch - 1):
         begin = time.thread_time_ns()
-        evicted = cache.make_room(wanted)
-        samples.append(float(time.thread_time_ns() - begin))
-        assert evicted.units == 1 and evicted.cells["full"] == 4
+        for leaves in range(1, batch + 1):
+            wanted.set(0, 8 * leaves)
+            cache.make_room(wanted)
+        samples.append((time.thread_time_ns() - begin) / batch)
         planner.allocate(wanted)
+    assert cache.stats()["nodes"] == 1 + nodes - batch * len(samples)
     return summary(samples[len(samples) // 10 :])
 
 

@@ -425,7 +425,7 @@ static void ghosts_trim(up_tree *t) {
 static void node_to_ghosts(up_tree *t, const up_node *x) {
     if (!t->ghost_factor || (x->flags & UP_NODE_TAIL)) return;
     int64_t pages = pages_of(t, x);
-    uint64_t *keys = malloc((size_t)pages * sizeof *keys);
+    uint64_t few[32], *keys = pages <= 32 ? few : malloc((size_t)pages * sizeof *keys);
     if (!keys) return;
     uint64_t key = t->nodes[x->parent].path_key;
     for (int64_t i = 0; i < pages; i++)
@@ -434,7 +434,7 @@ static void node_to_ghosts(up_tree *t, const up_node *x) {
         if ((start_of(x) + (i + 1) * t->page) % t->grid == 0)
             ghost_add(t, keys[i], i == pages - 1 ? x->hits : 0, x->kv_use,
                       i == pages - 1 && (x->state || (x->flags & UP_NODE_TOMBSTONE)));
-    free(keys);
+    if (keys != few) free(keys);
 }
 
 int64_t up_tree_ghost_hits(up_tree *t, uint64_t path_key) {

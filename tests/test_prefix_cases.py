@@ -44,6 +44,7 @@ class Desk:
         policy: str | Policy = "lru",
         arena_bytes: int = 1 << 18,
         states: bool = True,
+        cost: PrefillCost | None = None,
     ) -> None:
         strides = {"state": STATE_BYTES} if states else {}
         strides |= {"full": PAGE_BYTES} | ({"swa": PAGE_BYTES} if window else {})
@@ -57,6 +58,7 @@ class Desk:
             window_kind="swa" if window else None,
             window=window,
             grid=grid,
+            cost=cost,
         )
         self.kinds: tuple[str, ...] = ("full", "swa") if window else ("full",)
         self.owned: list[int] = []
@@ -207,8 +209,7 @@ def test_b6_oldest_interior_state_goes_and_its_pages_stay() -> None:
 
 def test_b6_value_per_byte_victim_is_the_one_computed_by_hand() -> None:
     policy = ValuePerByte(initial_age=4)
-    desk = Desk(policy=policy)
-    desk.cache.cost = PrefillCost(10)
+    desk = Desk(policy=policy, cost=PrefillCost(10))
     for end in (2, 4, 6):
         desk.insert(span(1, end))
 

@@ -191,6 +191,9 @@ class PrefixCache:
             ghost_factor=ghost_factor if self.policy.uses_ghosts else 0,
             max_ghosts=max_ghosts,
         )
+        self._counters: Any = lib.up_tree_get_stats(self.tree._native)  # the same struct for ever
+        self._needs_state, self._cost_offset = state_kind is not None, self.cost.offset
+        self._missing: Any = ffi.new("int64_t *")
         self.clock = 0
         self._order = EvictionOrder(self.policy)
         self._handles = Handles(256)
@@ -378,17 +381,17 @@ class PrefixCache:
 
     def _size(self, unit: Any) -> int:
         size = self._state_bytes if unit.state else 0
-        if unit.is_leaf:
-            pages: int = unit.num_pages
+        if pages := unit.num_pages:
             size += pages * self._page_bytes
             if self._window_bytes:
                 size += min(pages, self._window_pages) * self._window_bytes
         return size
 
     def _placement(self, unit: Any) -> Placement:
-        if unit.is_leaf and not unit.state and self.state_kind is not None:
+        if not unit.state and self._needs_state:
             return Placement(DEAD_BUCKET, unit.last_use, 0)
-        return self.policy.place(unit, self._size(unit), self.cost.saved(unit.above, unit.depth))
+        above, depth = unit.above, unit.depth
+        return self.policy.place(unit, self._size(unit), (depth - above) * (self._cost_offset + above + depth))
 
     def _refresh(self, node: int) -> None:
         """Bring a node's place in the order up to date. O(log units + nodes of the unit)."""
@@ -480,7 +483,9 @@ class PrefixCache:
         if planner.can_allocate(demand):
             total.fits = True
             return total
-        if planner.shortfall(demand) > self.evictable_bytes():
+        # can_allocate has checked whose demand it is, so the planner need not do it again.
+        lib.up_shortfall(planner._grids, demand._items, len(demand.keys), self._missing)
+        if self._missing[0] > self.evictable_bytes():
             return total
         pinned: list[int] = []
         while not total.fits:
@@ -543,11 +548,11 @@ class PrefixCache:
 
     def evictable_bytes(self) -> int:
         """Return the most bytes that evicting everything unlocked can free. O(1)."""
-        stats = lib.up_tree_get_stats(self.tree._native)
-        size = int(stats.states - stats.locked_states) * self._state_bytes
-        size += int(stats.pages - stats.locked_pages) * self._page_bytes
+        stats = self._counters
+        size: int = (stats.states - stats.locked_states) * self._state_bytes
+        size += (stats.pages - stats.locked_pages) * self._page_bytes
         if self._window_bytes:
-            size += int(stats.pages - stats.window_locked_pages) * self._window_bytes
+            size += (stats.pages - stats.window_locked_pages) * self._window_bytes
         return size
 
     # -- window pages --------------------------------------------------------------------------------------------

@@ -88,6 +88,10 @@ class Placement(NamedTuple):
     worth: int
 
 
+# A named tuple's own constructor is a function in Python, which would be a tenth of the time of an eviction.
+_new_placement = tuple.__new__
+
+
 class Policy(ABC):
     """Scores eviction units. `size` and `saved` of the methods are bytes freed and `PrefillCost` units."""
 
@@ -207,7 +211,7 @@ class ValuePerByte(Policy):
         """One list per half-octave of w * C / B."""
         base, step = self.chunk_end_weight if unit.role == _CHUNK else self.weight
         worth = log2_q8(base + step * unit.hits) + log2_q8(saved) - log2_q8(size)
-        return Placement(worth >> 7, unit.last_use, worth)
+        return _new_placement(Placement, (worth >> 7, unit.last_use, worth))
 
     def score(self, placement: Placement, now: int) -> int:
         """Return log2 of the value of a byte, Q8."""
