@@ -23,6 +23,7 @@
 #define HANDLE_GENERATION_SHIFT 9
 _Static_assert(HANDLE_KINDS == (1u << UP_MAX_KINDS) - 1, "one bit a kind");
 
+#define UP_ALL_FLAGS ((uint32_t)(UP_FORBID_MOVES | UP_WILL_OVERWRITE | UP_WILL_PIN | UP_FROM_RESERVATION))
 #define MAX_OPERATIONS (INT32_MAX / 2)
 #define MAX_UNITS (INT64_C(1) << 27) /* smallest cells in one largest cell */
 
@@ -362,8 +363,10 @@ static int64_t placeable(const up_grids *g, int kind, int lifted) {
 }
 
 /* Sum a joint demand per kind, checking it. */
-static inline int sum_demand(up_grids *g, const up_item *items, int32_t num_items, int64_t *demand, int64_t *handles) {
+static inline int sum_demand(up_grids *g, const up_item *items, int32_t num_items, uint32_t flags, int64_t *demand,
+                             int64_t *handles) {
     int64_t total = 0;
+    if (flags & ~UP_ALL_FLAGS) return fail(g, UP_BAD_ARGUMENT, -1, -1, flags);
     for (int k = 0; k < g->num_kinds; k++) demand[k] = 0;
     if (num_items < 0) return fail(g, UP_BAD_ARGUMENT, -1, -1, num_items);
     for (int32_t i = 0; i < num_items; i++) {
@@ -563,7 +566,7 @@ static inline void new_handles(up_grids *g, int32_t *out, int32_t count, uint32_
 static inline int allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t flags, int32_t *handles,
                            int64_t handles_capacity) {
     int64_t demand[UP_MAX_KINDS], total, before = g->moved_bytes;
-    int moves, code = sum_demand(g, items, num_items, demand, &total);
+    int moves, code = sum_demand(g, items, num_items, flags, demand, &total);
     if (code != UP_OK) return code;
     if (total > handles_capacity) return fail(g, UP_BAD_ARGUMENT, -1, -1, total);
     code = check_capacity(g, demand, flags, &moves);
@@ -607,7 +610,7 @@ int up_allocate_demand(up_demand *demand) {
 int up_can_allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t flags) {
     if (!enter(g)) return UP_BUSY;
     int64_t demand[UP_MAX_KINDS], total;
-    int moves, code = sum_demand(g, items, num_items, demand, &total);
+    int moves, code = sum_demand(g, items, num_items, flags, demand, &total);
     if (code == UP_OK) code = check_capacity(g, demand, flags, &moves) == UP_OK;
     return leave(g, code);
 }
@@ -619,7 +622,7 @@ int up_can_allocate_demand(const up_demand *demand) {
 int up_shortfall(up_grids *g, const up_item *items, int32_t num_items, int64_t *bytes) {
     if (!enter(g)) return UP_BUSY;
     int64_t demand[UP_MAX_KINDS], total, m = 0;
-    int code = sum_demand(g, items, num_items, demand, &total);
+    int code = sum_demand(g, items, num_items, 0, demand, &total);
     if (code != UP_OK) return leave(g, code);
     *bytes = 0;
     for (int k = 0; k < g->num_kinds; k++) {
@@ -682,6 +685,7 @@ static int attach(up_grids *g, const int32_t *handles, int64_t count, int32_t ki
     int64_t demand[UP_MAX_KINDS] = {0}, before = g->moved_bytes;
     uint32_t kinds;
     int alike, moves, code = check_kind(g, kind);
+    if (code == UP_OK && flags & ~UP_ALL_FLAGS) code = fail(g, UP_BAD_ARGUMENT, kind, -1, flags);
     if (code == UP_OK) code = mark_batch(g, handles, count, kind, 0, 0, &kinds, &alike);
     if (code != UP_OK) return code;
     unmark_batch(g, handles, count);
