@@ -281,6 +281,27 @@ def test_pressure_retracts_and_still_ends() -> None:
     assert report["refusals_against_formula"] == 0
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_request_that_just_fits_runs_and_one_more_page_is_refused(name: str) -> None:
+    gib = 12 if name == "lcm" else 2
+    made = pool(name, gib)
+    states = made.running_states
+    order = made.planner.layout.names
+
+    def fits(pages: int) -> bool:
+        return made.fits_alone([states if kind == "state" else pages for kind in order])
+
+    most = max(range(1, 1 << 18), key=lambda pages: pages if fits(pages) else 0)
+    tokens = most * made.page_tokens
+    fill = tuple(TraceRequest(0.1 * index, 5000, 100, line=index) for index in range(5))
+    just = TraceRequest(1.0, tokens - 99, 100, line=6)
+    over = TraceRequest(2.0, tokens - 98, 100, line=7)
+    sim = simulation(Trace("t", "azure", (*fill, just, over)), name, gib)
+    report = sim.run()
+    assert (report["requests"]["done"], report["requests"]["too_large"]) == (6, [6])
+    assert report["refusals_against_formula"] == 0
+
+
 def test_model_without_states_shares_pages() -> None:
     trace = generate_trace(60, seed=1)
     made = Server.make(load_model("deepseek-v3", tp=8), 60 * GIB, page_size=64)

@@ -287,6 +287,20 @@ class _LargePages(_Baseline):
                 pages += -(-(count - room) // per_page)
         return max(0, pages - len(self._empty)) * self.large_bytes
 
+    def shortfall(self, demand: DemandLike) -> int:
+        """Return what the emptiest large pages hold, as many of them as are missing: at least that has to go."""
+        missing = super().shortfall(demand) // self.large_bytes
+        if not missing:
+            return 0
+        strides = self.layout.strides
+        held = [0] * len(self._used)
+        for kind, partial in enumerate(self._partial):
+            for page, free in partial.items():
+                held[page] = (self._per_page[kind] - free) * strides[kind]
+        smallest = min(count * stride for count, stride in zip(self._per_page, strides, strict=True))
+        filled = sorted(size or smallest for size, used in zip(held, self._used, strict=True) if used)
+        return max(1, sum(filled[:missing]))
+
     def took(self, kind: int, handles: _Ids) -> None:
         """Fill large pages that the kind owns, then empty ones; a call's cells stay together."""
         partial, at = self._partial[kind], 0

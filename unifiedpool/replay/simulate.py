@@ -221,7 +221,9 @@ class Simulation:
         self.cache_ns += perf_counter_ns() - clock
         hit = match.hit
         pages = -(-target // page) - hit // page
-        headroom = -(-(target + min(self.options.headroom_tokens, job.output_tokens - request.produced)) // page)
+        # The last token never gets KV.
+        most = job.input_tokens + job.output_tokens - 1
+        headroom = -(-max(target, min(target + self.options.headroom_tokens, most)) // page)
         states = self.pool.running_states
         self._set_demand(states, headroom - hit // page)
         clock = perf_counter_ns()
