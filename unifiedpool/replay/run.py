@@ -98,6 +98,8 @@ def _work(connection: Connection, setting: _Setting, task: Task, stop: Any) -> N
         connection.send(("result", result))
     except UnifiedPoolError as error:
         connection.send(("error", str(error)))
+    except BrokenPipeError:
+        return  # the parent is gone, and nobody wants to know
     connection.close()
 
 
