@@ -32,9 +32,9 @@ def next_power_of_2(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
-def warps(threads: int) -> int:
-    """Return how many warps make about so many threads: one to four."""
-    return max(1, min(4, threads // WARP_THREADS))
+def warps(threads: int, *, most: int = 4) -> int:
+    """Return how many warps make about so many threads (a power of two), at least one."""
+    return max(1, min(most, threads // WARP_THREADS))
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:

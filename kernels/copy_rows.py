@@ -40,7 +40,7 @@ BLOCK = 512  # int32 words of a piece
 
 @triton.jit
 def copy_rows_kernel(  # type: ignore[no-untyped-def]
-    buffer_ptr, parts_ptr, src_ptr, dst_ptr, indptr_ptr, stride_quads, page_size, BLOCK: tl.constexpr
+    buffer_ptr, parts_ptr, src_ptr, dst_ptr, indptr_ptr, num_rows, stride_quads, page_size, BLOCK: tl.constexpr
 ):
     """Copy one piece of each row of one request, in order.
 
@@ -55,7 +55,7 @@ def copy_rows_kernel(  # type: ignore[no-untyped-def]
     for row in range(tl.load(indptr_ptr + request), tl.load(indptr_ptr + request + 1)):
         src = tl.load(src_ptr + row).to(tl.int64)
         dst = tl.load(dst_ptr + row).to(tl.int64)
-        wanted = inside & (src >= 0) & (dst >= 0)
+        wanted = inside & (src >= 0) & (dst >= 0) & (src < num_rows) & (dst < num_rows)
         old = (src // page_size) * stride_quads * 4 + (src % page_size) * token_quads * 4
         new = (dst // page_size) * stride_quads * 4 + (dst % page_size) * token_quads * 4
         value = tl.load(base + old + words, mask=wanted, other=0)
@@ -156,9 +156,10 @@ def copy_rows(buffer: Tensor, parts: RowParts, src: Tensor, dst: Tensor, indptr:
     check_index("indptr", indptr, len(indptr), buffer.device)
     if parts.table.device != buffer.device:
         raise InvalidArgumentError(f"parts are on {parts.table.device}; the buffer is on {buffer.device}")
+    num_rows = buffer.numel() // parts.stride_bytes * parts.page_size
     kernel = uses_kernels(buffer.device)
     if buffer.device.type == "cpu":
-        _check_rows(buffer, parts, src, dst, indptr)
+        _check_rows(num_rows, src, dst, indptr)
     if len(indptr) < 2 or not len(src):
         return
     if not kernel:
@@ -172,6 +173,7 @@ def copy_rows(buffer: Tensor, parts: RowParts, src: Tensor, dst: Tensor, indptr:
             src,
             dst,
             indptr,
+            num_rows,
             parts.stride_bytes // QUAD_BYTES,
             parts.page_size,
             BLOCK=BLOCK,
@@ -180,14 +182,13 @@ def copy_rows(buffer: Tensor, parts: RowParts, src: Tensor, dst: Tensor, indptr:
         )
 
 
-def _check_rows(buffer: Tensor, parts: RowParts, src: Tensor, dst: Tensor, indptr: Tensor) -> None:
-    rows = buffer.numel() // parts.stride_bytes * parts.page_size
+def _check_rows(num_rows: int, src: Tensor, dst: Tensor, indptr: Tensor) -> None:
     bounds = indptr.tolist()
     if bounds and (bounds != sorted(bounds) or bounds[0] < 0 or bounds[-1] > len(src)):
         raise InvalidArgumentError(f"indptr {bounds} must ascend within 0 and {len(src)}")
     for name, found in (("src", src), ("dst", dst)):
-        if len(found) and int(found.max()) >= rows:
-            raise InvalidArgumentError(f"{name} holds row {int(found.max())}; the buffer has rows 0 to {rows - 1}")
+        if len(found) and int(found.max()) >= num_rows:
+            raise InvalidArgumentError(f"{name} holds row {int(found.max())}; the buffer has rows 0 to {num_rows - 1}")
     written: dict[int, int] = {}
     for request in range(len(bounds) - 1):
         for index in range(bounds[request], bounds[request + 1]):

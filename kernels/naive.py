@@ -96,12 +96,14 @@ def copy_rows(
     `parts`: (offset in the page, bytes from token to token, bytes of a row), all multiples of 16.
     """
     index = torch.arange(len(src), device=src.device)
-    keep = (src >= 0) & (dst >= 0) & (index >= indptr[0]) & (index < indptr[-1])
-    old, new = src[keep].long(), dst[keep].long()
     pages = buffer.numel() // stride_bytes
+    keep = (index >= indptr[0]) & (index < indptr[-1])
+    for rows in (src, dst):
+        keep &= (rows >= 0) & (rows < pages * page_size)
+    old, new = src[keep].long(), dst[keep].long()
     for offset, token_stride, row_bytes in parts:
-        rows = _longs(buffer, (pages, page_size, row_bytes // 8), (stride_bytes, token_stride, 8), offset)
-        rows[new // page_size, new % page_size] = rows[old // page_size, old % page_size]
+        view = _longs(buffer, (pages, page_size, row_bytes // 8), (stride_bytes, token_stride, 8), offset)
+        view[new // page_size, new % page_size] = view[old // page_size, old % page_size]
 
 
 def track_states(states: Tensor, mask: Tensor, active: Tensor, track: Tensor) -> None:

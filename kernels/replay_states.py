@@ -43,6 +43,8 @@ def replay_states_kernel(  # type: ignore[no-untyped-def]
     rows_ptr,
     start_ptr,
     count_ptr,
+    num_slots,
+    num_rows,
     state_slot,
     state_head,
     state_v,
@@ -74,9 +76,10 @@ def replay_states_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + request).to(tl.int64)
     row = tl.load(rows_ptr + request).to(tl.int64)
-    steps = tl.load(count_ptr + request).to(tl.int32)
+    steps = tl.minimum(tl.load(count_ptr + request).to(tl.int32), length)
     begin = tl.load(start_ptr + request).to(tl.int32)
-    if (slot >= 0) & (row >= 0) & (steps > 0):
+    valid = (slot >= 0) & (slot < num_slots) & (row >= 0) & (row < num_rows)
+    if valid & (steps > 0) & (begin >= 0):
         v = tl.program_id(2) * V + tl.arange(0, V)
         k = tl.arange(0, K)
         v_inside = v < v_dim
@@ -118,6 +121,8 @@ def replay_outputs_kernel(  # type: ignore[no-untyped-def]
     rows_ptr,
     start_ptr,
     count_ptr,
+    num_slots,
+    num_rows,
     state_slot,
     state_head,
     state_v,
@@ -150,14 +155,15 @@ def replay_outputs_kernel(  # type: ignore[no-untyped-def]
     head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + lane).to(tl.int64)
     row = tl.load(rows_ptr + lane).to(tl.int64)
-    steps = tl.load(count_ptr + lane).to(tl.int32)
+    steps = tl.minimum(tl.load(count_ptr + lane).to(tl.int32), length)
     begin = tl.load(start_ptr + lane).to(tl.int32)
+    valid = (slot >= 0) & (slot < num_slots) & (row >= 0) & (row < num_rows)
     v = tl.program_id(2) * V + tl.arange(0, V)
     k = tl.arange(0, K)
     v_inside = v < v_dim
     k_inside = k < k_dim
     total = tl.zeros([V], tl.float32)
-    if (slot >= 0) & (row >= 0):
+    if valid & (begin >= 0):
         query_at = query_ptr + lane * query_lane + (head // query_group) * query_head
         # The query times the gates of the steps already walked, newest first.
         query = tl.load(query_at + k, mask=k_inside, other=0).to(tl.float32) * scale
@@ -237,6 +243,8 @@ def replay_states(
             rows,
             start,
             count,
+            state.shape[0],
+            rawv.shape[0],
             *state.stride(),
             *rawv.stride()[:3],
             *rawk.stride()[:3],
@@ -325,6 +333,8 @@ def replay_outputs(
             rows,
             start,
             count,
+            state.shape[0],
+            d.shape[0],
             *state.stride(),
             *d.stride()[:3],
             *k.stride()[:3],

@@ -135,6 +135,8 @@ def track_states(states: Tensor, mask: Tensor, active: Tensor, track: Tensor) ->
     word = 4 if run_bytes % 4 == 0 else 2 if run_bytes % 2 == 0 else 1
     block = min(BLOCK_BYTES // word, max(128, next_power_of_2(run_bytes // word)))
     chunks = cdiv(run_bytes // word, block)
+    # 16 bytes a thread for wide accesses; and at most eight lanes, of which each thread keeps several numbers.
+    num_warps = max(warps(block * word // QUAD_BYTES), warps(next_power_of_2(lanes) // 8, most=8))
     with on_device(states):
         track_states_kernel[(min(MAX_PROGRAMS, lanes * rows * chunks),)](
             alias(states, BITS[word]),
@@ -152,7 +154,7 @@ def track_states(states: Tensor, mask: Tensor, active: Tensor, track: Tensor) ->
             BLOCK=block,
             WORDS=QUAD_BYTES // word,
             TAIL=run_bytes % QUAD_BYTES // word,
-            num_warps=warps(block * word // QUAD_BYTES) if lanes <= 1024 else 8,
+            num_warps=num_warps,
             num_stages=1,
         )
 

@@ -116,6 +116,11 @@ def _track_views() -> None:
     _track(torch.as_strided(_lazy(1 << 24).view(torch.bfloat16), (520, 3, 2560), (8192, 2624, 1)))
 
 
+def _track_many_lanes() -> None:
+    lanes = torch.arange(4096, dtype=torch.int32)
+    track_states.track_cells(_lazy(1 << 26), 1 << 13, torch.zeros(4096, dtype=torch.bool), lanes, lanes)
+
+
 def _track_odd_run() -> None:
     _track(torch.as_strided(_lazy(1 << 20).view(torch.bfloat16), (520, 15), (64, 1)))
 
@@ -163,10 +168,10 @@ def _update_tables() -> None:
     page_tables.update_tables(_tables(), torch.zeros(600, 4, dtype=torch.int32))
 
 
-def _build_tables() -> None:
-    out = page_tables.BatchTables.allocate(lanes=256, width=2048, tokens=256)
-    handles, lanes = torch.zeros(256, 2048, dtype=torch.int32), torch.ones(256, dtype=torch.int32)
-    starts = torch.arange(257, dtype=torch.int32)
+def _build_tables(count: int) -> None:
+    out = page_tables.BatchTables.allocate(lanes=count, width=2048, tokens=count)
+    handles, lanes = torch.zeros(count, 2048, dtype=torch.int32), torch.ones(count, dtype=torch.int32)
+    starts = torch.arange(count + 1, dtype=torch.int32)
     page_tables.build_tables(
         _tables(), _index(1), handles, lanes, starts, out, page_size=64, state_handles=lanes, state_kind=0, pad=0
     )
@@ -209,6 +214,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "track envelopes": _track_envelopes,
     "track strided views": _track_views,
     "track 30-byte runs": _track_odd_run,
+    "track 4,096 lanes": _track_many_lanes,
     "commit conv windows": _commit_words,
     "commit conv windows, overlapping": _commit_elements,
     "fold GDN, fp32 state": lambda: _replay(False, FP32),
@@ -216,7 +222,8 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "outputs GDN": lambda: _outputs(False),
     "outputs KDA": lambda: _outputs(True),
     "update tables": _update_tables,
-    "build tables": _build_tables,
+    "build tables, 256 lanes": lambda: _build_tables(256),
+    "build tables, 4,096 lanes": lambda: _build_tables(4096),
     "translate": _translate,
     "map slots": _map_slots,
     "write KV bf16": lambda: _write(BF16, BF16),
@@ -233,6 +240,7 @@ COPY_LIKE = (
     "copy rows",
     "track envelopes",
     "track strided views",
+    "track 4,096 lanes",
     "commit conv windows",
     "write KV bf16",
     "write KV bf16, HND",

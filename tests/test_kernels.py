@@ -837,6 +837,33 @@ def test_replay_states_bad_arguments_are_refused_by_name() -> None:
         )
 
 
+def test_indices_out_of_range_touch_nothing_where_the_host_cannot_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device indices are not checked; here the checks are taken out."""
+    for module, name in ((replay_states, "_check_requests"), (copy_rows, "_check_rows")):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    inputs = ring_inputs(torch.float32, True, 0)
+    state = copied(inputs["state"])
+    ring = [inputs[name] for name in ("rawv", "rawk", "g", "beta")]
+    requests = {
+        "slots": index([6, 1, 2]),
+        "rows": index([0, 5, 1]),
+        "start": index([0, 0, -3]),
+        "count": index([4, 4, 4]),
+    }
+    with backend.use("triton"):
+        replay_states.replay_states(state, *ring, **requests)
+        assert torch.equal(memory(state), memory(copied(inputs["state"])))
+        out, query = torch.full((3, 2, 20), float("nan")), torch.ones(3, 1, 12)
+        replay_states.replay_outputs(state, *ring[:3], query, out, **requests)
+        assert bool(out.eq(0).all())
+        arena, views = page_views("page")
+        arena.buffer.fill_(POISON)
+        parts, end = RowParts.of(arena.buffer, views), arena.num_cells("full") * 4
+        before = arena.buffer.clone()
+        copy_rows.copy_rows(arena.buffer, parts, index([end, 9]), index([8, end + 3]), index([0, 2]))
+        assert torch.equal(arena.buffer, before)
+
+
 # -- page_tables -----------------------------------------------------------------------------------------------------
 
 
