@@ -491,9 +491,7 @@ def replay(
     page: Page = None,
     strategy: Strategy = "auto",
     overlap: Overlap = True,
-    policies: Annotated[str, typer.Option(help="Commas between; see the end of this help.")] = ",".join(
-        DEFAULT_POLICIES
-    ),
+    policies: Annotated[str, typer.Option(help="Commas between them.")] = ",".join(DEFAULT_POLICIES),
     ratios: Annotated[str, typer.Option(help="Ratios that the policy 'static' tries.")] = ",".join(
         map(str, DEFAULT_RATIOS)
     ),
@@ -518,9 +516,11 @@ def replay(
 ) -> None:
     """Run a trace through the planner, the prefix cache and other engines' policies, and compare.
 
-    Policies: static (every ratio of --ratios, the best is shown), static:R, two-ended, two-ended:pack, blocks, lcm,
-    unified (= unified:value), unified:lru, unified:sglang, unified:path_cap, unified:marconi. Ctrl-C reports what there
-    is.
+    Policies: static (tries --ratios, shows the best), static:R, two-ended, two-ended:pack, blocks, lcm, and unified:NAME.
+
+    NAME is how the prefix cache evicts: value (the default), lru, sglang, path_cap, marconi.
+
+    Ctrl-C reports what there is.
     """
     chosen, tried = _policies(policies), _numbers(ratios, "ratios")
     sizes = [parse_size(part) for part in budgets.split(",") if part.strip()]
