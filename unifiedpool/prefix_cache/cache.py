@@ -263,6 +263,8 @@ class PrefixCache:
         self.tree.unlock(self._receipt(lock, "release"))
         lock._receipt = 0
         self._refresh(lock.node)
+        if self.window_kind is not None:
+            self._flag_window(lock.node)
         if lock.node in self.tree.namespaces:
             self.tree.tidy(lock.node)
 
@@ -300,7 +302,7 @@ class PrefixCache:
             handles: `[ceil(n / page_size)]`, one per page; 0 for a page that the cache has and the caller does not.
             state: slot that holds the state after exactly these tokens. A `StateSlot` that was never written comes back
                 as rejected.
-            namespace: as in `match`.
+            namespace: as in `match`; that of the lock's match by default.
             lock: the request's lock; it moves to the end of these tokens.
             role: why the state was saved: "tail", "branch", "final" (decoding) or "chunk".
             chunk_end: the same as the role "chunk".
@@ -322,7 +324,10 @@ class PrefixCache:
             raise InvalidArgumentError("this cache keeps no states; insert without one")
         if state is not None and (not isinstance(state, int) or isinstance(state, bool) or state < 1):
             raise InvalidHandleError(f"insert: state {state!r} is no handle")
-        receipt = 0 if lock is None else self._receipt(lock, "insert")
+        receipt = 0
+        if lock is not None:
+            receipt = self._receipt(lock, "insert")
+            namespace = lock.match.namespace if namespace is None else namespace
         self.clock += lock is None
         tree = self.tree
         out, duplicates = tree.insert(
@@ -489,7 +494,7 @@ class PrefixCache:
             return total
         pinned: list[int] = []
         while not total.fits:
-            if self._maybe_dead and self._evict_dead_window(1, total):
+            if self._maybe_dead and self._evict_dead_window(self._window_cells_missing(demand), total):
                 total.fits = planner.can_allocate(demand)
                 continue
             unit = self._victim()
@@ -525,7 +530,8 @@ class PrefixCache:
         total = Evicted()
         for kind, count in cells.items():
             if kind not in (self.page_kind, self.state_kind, self.window_kind):
-                raise InvalidArgumentError(f"evict of kind {kind!r}; the cache holds {self.page_kind!r} and others")
+                held = [name for name in (self.page_kind, self.state_kind, self.window_kind) if name is not None]
+                raise InvalidArgumentError(f"evict of kind {kind!r}; the cache holds {held}")
             while total.cells.get(kind, 0) < count:
                 left = count - total.cells.get(kind, 0)
                 if kind == self.window_kind:
@@ -593,6 +599,10 @@ class PrefixCache:
             self.tree.raise_for(code, "window pages")
         return list(out[0 : count[0]])
 
+    def _window_cells_missing(self, demand: Demand) -> int:
+        """Window cells of which no fewer will do."""
+        return max(1, -(-self.planner.shortfall(demand) // self._window_bytes))
+
     def _evict_dead_window(self, most: int, total: Evicted) -> int:
         """Free up to `most` window cells that lie in no state's window; return how many."""
         freed = 0
@@ -636,7 +646,8 @@ class PrefixCache:
         kind = self.state_kind
         if kind is None:
             raise InvalidArgumentError("this cache keeps no states; there is no slot to open")
-        source = self.tree.nodes[lock.node].state if lock.match.hit else 0
+        moved = lock.node != lock.match.node
+        source = 0 if moved or not lock.match.hit else self.tree.nodes[lock.node].state
         if self.make_room({kind: 1}).fits:
             handle = self.planner.allocate({kind: 1}, overwrite=bool(source))[0]
             if source:
