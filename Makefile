@@ -54,7 +54,7 @@ asan: $(NATIVE)
 	cd $(ASAN_TREE) && UNIFIEDPOOL_SANITIZE=$(SANITIZE) $(abspath $(BIN)/python) setup.py -q build_ext --inplace
 	cd $(ASAN_TREE) && LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
 		UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc UNIFIEDPOOL_SANITIZED=1 \
-		$(abspath $(BIN)/python) -m pytest -q -p no:cacheprovider -m native $(ASAN_TESTS)
+		$(abspath $(BIN)/python) -m pytest -p no:cacheprovider -m native $(PYTEST_ARGS) $(ASAN_TESTS)
 
 soak: $(NATIVE)
 	$(BIN)/python -m pytest --soak $(PYTEST_ARGS)

@@ -11,11 +11,12 @@ import pytest
 pytestmark = pytest.mark.native
 
 PLANTED = """
-from unifiedpool import Handles, Layout, Planner
+from unifiedpool import Layout, Planner
+from unifiedpool._native import ffi, lib
 planner = Planner(Layout.simple({"full": 256}), 1 << 16)
-out = Handles(4)
-out._native.capacity = 64  # a lie: C now writes past the end
-planner.allocate({"full": 64}, out)
+planner.allocate({"full": 64})
+cells, handles, count = ffi.new("int32_t[]", 4), ffi.new("int32_t[]", 64), ffi.new("int64_t *")
+lib.up_live_cells(planner._grids, 0, cells, handles, 64, count)  # 64 is a lie: C writes past the end of cells
 """
 
 
