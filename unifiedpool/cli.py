@@ -37,6 +37,7 @@ except ModuleNotFoundError as error:  # pragma: no cover - depends on the instal
 
 from .errors import InvalidArgumentError, UnifiedPoolError, format_bytes
 from .layout import PaddingWarning
+from .prefix_cache.tracking import STRATEGIES
 from .replay import (
     DEFAULT_HARDWARE,
     DEFAULT_POLICIES,
@@ -50,7 +51,7 @@ from .replay import (
     run_replay,
 )
 from .replay.plots import plot_report
-from .sizing import DEFAULT_LENGTHS, STRATEGIES, Server, StaticSplit, load_model, plot_concurrency
+from .sizing import DEFAULT_LENGTHS, Server, StaticSplit, load_model, plot_concurrency
 from .traces import FORMATS, Trace, generate_trace, read_trace, write_trace
 
 __all__ = ["app", "main", "parse_size"]
@@ -516,7 +517,7 @@ def replay(
 ) -> None:
     """Run a trace through the planner, the prefix cache and other engines' policies, and compare.
 
-    Policies: static (tries --ratios, shows the best), static:R, two-ended, two-ended:pack, blocks, lcm, and unified:NAME.
+    Policies: static (tries --ratios, shows the best), static:R, two-ended, two-ended:pack, blocks, lcm, unified:NAME.
 
     NAME is how the prefix cache evicts: value (the default), lru, sglang, path_cap, marconi.
 

@@ -3,7 +3,7 @@
 Four ways to share the same bytes between KV pages and states, at one context length:
 
     static   the arena is split once: states get `ratio / (1 + ratio)` of it, pages the rest; a running request is
-             charged `static_slots_per_request` slots, whether it uses them or not
+             charged 3, 4 or 5 slots (`Tracker.static_divisor`), whether it uses them or not
     best     the same with the ratio that is best for this very length
     blocks   one pool of equal blocks, an attention block grown to the size of a state (vLLM's rule)
     unified  nested grids without a split, charged what a running request really allocates
@@ -16,31 +16,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .errors import CapacityError, InvalidArgumentError, UnsupportedModelError, format_bytes
 from .layout import Kind, Layout
 from .model_spec import PRESETS, ModelSpec
+from .prefix_cache.tracking import Tracker, checkpoint_grid
 
 __all__ = [
     "DEFAULT_LENGTHS",
-    "STRATEGIES",
     "BlockRule",
     "LengthRow",
     "Server",
     "StaticSplit",
-    "Strategy",
     "load_model",
     "plot_concurrency",
-    "running_states",
-    "static_slots_per_request",
 ]
 
-Strategy = Literal["auto", "no_buffer", "extra_buffer", "extra_buffer_lazy"]
-STRATEGIES: tuple[Strategy, ...] = ("auto", "no_buffer", "extra_buffer", "extra_buffer_lazy")
 DEFAULT_LENGTHS = tuple(1 << power for power in range(7, 21))
 SCHEMA_VERSION = 1
 
@@ -67,42 +62,6 @@ def load_model(model: str, **options: Any) -> ModelSpec:
     if not Path(model).exists():
         raise UnsupportedModelError(f"{model!r} is neither a file nor a preset; presets are {', '.join(PRESETS)}")
     return ModelSpec.from_config(model, **options)
-
-
-def resolve(strategy: str, *, overlap: bool, page_size: int) -> Strategy:
-    """Return the tracking strategy that `auto` stands for, or the given one.
-
-    Raises:
-        InvalidArgumentError: no such strategy.
-    """
-    if strategy not in STRATEGIES:
-        raise InvalidArgumentError(f"strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
-    if strategy == "auto":
-        return "extra_buffer" if overlap or page_size > 1 else "no_buffer"
-    return strategy
-
-
-def static_slots_per_request(strategy: Strategy, *, overlap: bool) -> int:
-    """Return the slots that a static pool sets aside for each running request.
-
-    >>> [static_slots_per_request(s, overlap=o) for s, o in
-    ...  (("no_buffer", True), ("extra_buffer", True), ("extra_buffer", False), ("extra_buffer_lazy", True))]
-    [3, 5, 4, 4]
-    """
-    if strategy == "extra_buffer":
-        return 5 if overlap else 4
-    return 3 if strategy == "no_buffer" else 4
-
-
-def running_states(strategy: Strategy, *, overlap: bool) -> int:
-    """Return the states that a running request really holds: its live one and its track slots.
-
-    A checkpoint is written into a track slot while the forward goes on; with overlapped scheduling two of them take
-    turns. The lazy strategy takes its one track slot only around a checkpoint; it is charged throughout here.
-    """
-    if strategy == "no_buffer":
-        return 1
-    return 3 if strategy == "extra_buffer" and overlap else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +138,7 @@ class Server:
     spec: ModelSpec
     layout: Layout
     cache_bytes: int
-    strategy: Strategy
+    strategy: str
     overlap: bool = True
     dcp: int = 1
     draft_tokens: int = 0
@@ -213,9 +172,8 @@ class Server:
             if value < least:
                 raise InvalidArgumentError(f"{what} is {value}; it must be at least {least}")
         layout = spec.layout(page_size)
-        sizes = [kind.page_size for kind in layout.kinds if kind.page_size]
-        chosen = resolve(strategy, overlap=overlap, page_size=max(sizes, default=1))
-        server = cls(spec, layout, cache_bytes, chosen, overlap, dcp, draft_tokens, ring_length)
+        server = cls(spec, layout, cache_bytes, strategy, overlap, dcp, draft_tokens, ring_length)
+        server = replace(server, strategy=server.tracker.resolved)
         if "state" not in spec.names and (draft_tokens or ring_length):
             raise InvalidArgumentError(f"{spec.name!r} has no states: leave out draft_tokens and ring_length")
         if server.unified_requests(1) < 1:
@@ -267,14 +225,21 @@ class Server:
         return {segment.name.removeprefix("replay_"): segment.total_bytes for segment in rings}
 
     @property
+    def tracker(self) -> Tracker:
+        """How a request saves states while it runs."""
+        page = max((kind.page_size for kind in self.layout.kinds if kind.page_size), default=1)
+        chunk = checkpoint_grid(page)
+        return Tracker(self.strategy, page_size=page, overlap=self.overlap, chunk_tokens=chunk, track_interval=0)
+
+    @property
     def running_states(self) -> int:
-        """States that a running request holds in the unified pool."""
-        return running_states(self.strategy, overlap=self.overlap) if self.slot_bytes else 0
+        """States that a running request holds in the unified pool: its live one and its track slots."""
+        return self.tracker.slots_per_request() if self.slot_bytes else 0
 
     @property
     def static_slots(self) -> int:
         """Slots that a static pool sets aside for a running request."""
-        return static_slots_per_request(self.strategy, overlap=self.overlap) if self.slot_bytes else 0
+        return self.tracker.static_divisor() if self.slot_bytes else 0
 
     def window_tokens(self, tokens: int) -> int:
         """Return the tokens whose window KV a request of `tokens` tokens keeps."""

@@ -16,7 +16,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from time import perf_counter_ns
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidArgumentError
 from ..planner import Handles
-from ..prefix_cache import Checkpoint, Lock, Tracker
+from ..prefix_cache import Checkpoint, Lock
 from ..sizing import Server
 from .costs import Costs, Hardware
 from .pools import Pool
@@ -100,8 +100,7 @@ class Simulation:
         self.has_states = server.slot_bytes > 0
         self.grid = self.cache.tree.grid
         chunk = max(1, options.chunk_tokens // self.grid) * self.grid
-        self.tracker = Tracker(server.strategy, page_size=page, overlap=server.overlap, chunk_tokens=chunk,
-                               track_interval=0)  # fmt: skip
+        self.tracker = replace(server.tracker, page_size=page, chunk_tokens=chunk)
         self._names = ("state", "full") if self.has_states else ("full",)
         self._demand = self.planner.demand(dict.fromkeys(self._names, 0))
         self._page_demand = self.planner.demand({"full": 1})
