@@ -7,7 +7,8 @@ that the engine would save:
     tail     at floor(input / 512)                          always
     branch   where its path leaves what was seen before     always; replaces its chunk's end
     final    at floor((input + output) / 512)               always; matchable where a later prompt goes on from there
-    chunk    at each chunk's end                            always, but value per byte saves it only if it is worth it
+    chunk    at each chunk's end                            by value per byte only if it is worth it; by Marconi-like
+                                                            never; by the others always
 
 The bound is a linear program that knows the future: it chooses which blocks and states to keep between two uses, in
 fractions, within the same bytes, and can save a state at any depth for nothing. Without the traces, generated traffic
@@ -278,8 +279,8 @@ class Server:
             self.page_demand.set(0, (depth - done) * pages)
             handles[done * pages :] = planner.allocate(self.page_demand, self.new_pages, overwrite=True).numpy()
         state = None
-        wanted = role != "chunk" or cache.policy.name != OURS or planner.can_allocate(self.state_demand)
-        if (wanted or cache.worth_saving(depth * pages, above * pages)) and self.room("state", 1):
+        wanted = role != "chunk" or cache.wants_chunk_end(depth * pages, above * pages)
+        if wanted and self.room("state", 1):
             state = planner.allocate(self.state_demand, overwrite=True)[0]
         made = cache.insert(tokens[: depth * pages], handles, state=state, lock=lock, role=role)
         if back := made.to_free():

@@ -193,6 +193,7 @@ class PrefixCache:
         )
         self._counters: Any = lib.up_tree_get_stats(self.tree._native)  # the same struct for ever
         self._needs_state, self._cost_offset = state_kind is not None, self.cost.offset
+        self._state_demand = None if state_kind is None else planner.demand({state_kind: 1})
         self._missing: Any = ffi.new("int64_t *")
         self.clock = 0
         self._order = EvictionOrder(self.policy)
@@ -667,21 +668,25 @@ class PrefixCache:
         Args:
             depth: where the checkpoint will lie.
             above: the nearest shallower checkpoint on its path.
-            chunk_end: it is only a prefill chunk's end: then it must find room, or be worth more than what would go.
+            chunk_end: it is only a prefill chunk's end; then it has to be wanted too (`wants_chunk_end`).
         """
         kind = self.state_kind
-        if kind is None:
+        if kind is None or (chunk_end and not self.wants_chunk_end(depth, above)):
             return None
         demand = self.planner.demand({kind: 1})
-        if not self.planner.can_allocate(demand):
-            if chunk_end and not self.worth_saving(depth, above):
-                return None
-            if not self.make_room(demand).fits:
-                return None
+        if not self.make_room(demand).fits:
+            return None
         return StateSlot(self.planner.allocate(demand, overwrite=True)[0])
 
-    def worth_saving(self, depth: int, above: int) -> bool:
-        """Say whether a chunk-end state would score above what would be evicted for it."""
+    def wants_chunk_end(self, depth: int, above: int) -> bool:
+        """Say whether a state at a chunk's end is to be saved.
+
+        With value per byte: if there is room, or it would score above what would be evicted for it.
+        """
+        if self.policy.saves_chunk_ends is not None:
+            return self.policy.saves_chunk_ends
+        if self._state_demand is None or self.planner.can_allocate(self._state_demand):
+            return self._state_demand is not None
         victim = self._victim()
         if victim is None:
             return False

@@ -98,6 +98,8 @@ class Policy(ABC):
     name: str
     uses_ghosts = False
     max_states_per_path: int | None = None
+    saves_chunk_ends: bool | None = True
+    """Whether states at the ends of prefill chunks are saved; None: if they are worth more than what would go."""
 
     @abstractmethod
     def place(self, unit: Any, size: int, saved: int) -> Placement:
@@ -163,6 +165,7 @@ class MarconiLike(Policy):
     """
 
     name = "marconi"
+    saves_chunk_ends = False  # Marconi keeps branch points and ends
 
     def __init__(self, alpha: int = 64) -> None:
         """Weigh an octave of work per byte like `alpha` requests of recency."""
@@ -187,6 +190,7 @@ class ValuePerByte(Policy):
 
     name = "value"
     uses_ghosts = True
+    saves_chunk_ends = None
 
     def __init__(
         self,
