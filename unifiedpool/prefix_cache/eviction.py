@@ -167,7 +167,7 @@ class MarconiLike(Policy):
     name = "marconi"
     saves_chunk_ends = False  # Marconi keeps branch points and ends
 
-    def __init__(self, alpha: int = 64) -> None:
+    def __init__(self, alpha: int = 128) -> None:
         """Weigh an octave of work per byte like `alpha` requests of recency."""
         self.alpha = alpha
 
