@@ -215,7 +215,7 @@ def test_b6_value_per_byte_victim_is_the_one_computed_by_hand() -> None:
 
     def score(above: int, depth: int, size: int, age: int) -> int:
         saved = (depth - above) * (10 + above + depth)
-        return log2_q8(16) + log2_q8(saved) - log2_q8(size) - log2_q8(4 * 4 + age * age)
+        return log2_q8(16) + log2_q8(saved) - log2_q8(size) - (3 * log2_q8(4 * 4 + age * age) >> 2)
 
     leaf_bytes = STATE_BYTES + 2 * PAGE_BYTES
     scores = {2: score(0, 2, STATE_BYTES, 2), 4: score(2, 4, STATE_BYTES, 1), 6: score(4, 6, leaf_bytes, 0)}

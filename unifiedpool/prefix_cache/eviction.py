@@ -182,7 +182,7 @@ class MarconiLike(Policy):
 
 
 class ValuePerByte(Policy):
-    """The unit goes whose bytes are worth least: `w * C / (B * (A^2 + age^2))`.
+    """The unit goes whose bytes are worth least: `w * C / (B * (A^2 + age^2)^(3/4))`.
 
     `w` grows with the hits that the unit, or its ghost, has earned; C is the work that it saves; B the bytes it frees;
     age the requests since its last use; A the median age at which tokens are used again, learned as requests come.
@@ -198,6 +198,7 @@ class ValuePerByte(Policy):
         weight: tuple[int, int] = (16, 64),
         chunk_end_weight: tuple[int, int] = (1, 4),
         initial_age: int = 64,
+        aging: int = 3,
     ) -> None:
         """Set the weights.
 
@@ -205,9 +206,10 @@ class ValuePerByte(Policy):
             weight: `w` of a unit without hits, and what each hit adds.
             chunk_end_weight: the same for a state saved only because a prefill chunk ended there.
             initial_age: A until something was used again.
+            aging: the power of A^2 + age^2, in quarters. 4 lets old units go sooner; 3 hits more on every trace measured.
         """
         self.weight, self.chunk_end_weight = weight, chunk_end_weight
-        self.age_scale = initial_age
+        self.age_scale, self.aging = initial_age, aging
         self._square = initial_age * initial_age
         self._tokens_by_age = [0] * int(lib.UP_TREE_AGE_BUCKETS)
 
@@ -220,7 +222,7 @@ class ValuePerByte(Policy):
     def score(self, placement: Placement, now: int) -> int:
         """Return log2 of the value of a byte, Q8."""
         age = now - placement.rank
-        return placement.worth - log2_q8(self._square + age * age)
+        return placement.worth - (self.aging * log2_q8(self._square + age * age) >> 2)
 
     def learn(self, ages: Sequence[int]) -> None:
         """Move A to the median of all ages so far, weighted by tokens."""
