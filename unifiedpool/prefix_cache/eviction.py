@@ -206,7 +206,7 @@ class ValuePerByte(Policy):
             weight: `w` of a unit without hits, and what each hit adds.
             chunk_end_weight: the same for a state saved only because a prefill chunk ended there.
             initial_age: A until something was used again.
-            aging: the power of A^2 + age^2, in quarters. 4 lets old units go sooner; 3 hits more on every trace measured.
+            aging: the power of A^2 + age^2, in quarters. 4 lets old units go sooner; 3 hit more on the traces measured.
         """
         self.weight, self.chunk_end_weight = weight, chunk_end_weight
         self.age_scale, self.aging = initial_age, aging
