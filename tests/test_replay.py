@@ -310,6 +310,51 @@ def test_model_without_states_shares_pages() -> None:
     assert report["tokens"]["hit_rate"] > 0.9 * trace.summary().reusable_share
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("model", "gib"), [("gpt-oss-120b", 8), ("gemma3-27b", 40)])
+def test_window_models_end_share_and_give_everything_back(name: str, model: str, gib: int) -> None:
+    trace = generate_trace(60, seed=1, rate=20)
+    made = Server.make(load_model(model), gib * GIB, page_size=16)
+    window_pool = make_pool(name, made, cost=PrefillCost(), grid=64)
+    sim = Simulation(Workload(trace), made, window_pool, default_costs(made), DEFAULT_HARDWARE, Options())
+    report = sim.run()
+    assert report["requests"]["done"] + report["requests"]["refused"] == 60
+    assert name.startswith("static") or report["requests"]["refused"] == 0
+    sim.cache.flush()
+    assert (sim.planner.stats().live_handles, sim.cache.stats()["receipts"]) == (0, 0)
+    assert sum(window_pool.live()) == 0
+    assert report["memory"]["free"] >= 0
+
+
+def test_window_of_a_running_request_stops_growing() -> None:
+    made = Server.make(load_model("gpt-oss-120b"), 8 * GIB, page_size=16)
+    window_pool = make_pool("unified", made, cost=PrefillCost(), grid=64)
+    trace = Trace("t", "azure", (TraceRequest(0.0, 40_000, 300),))
+    sim = Simulation(Workload(trace), made, window_pool, default_costs(made), DEFAULT_HARDWARE, Options())
+    report = sim.run()
+    most = max(report["series"]["window_kv"]) / made.window_token_bytes
+    assert 128 < most <= 6144 + 3 * 128 + 64
+    assert report["memory"]["window_kv"] < report["memory"]["running_kv"] + report["memory"]["cached_kv"]
+
+
+def test_third_request_hits_a_fork_through_the_window() -> None:
+    made = Server.make(load_model("gpt-oss-120b"), 8 * GIB, page_size=16)
+    window_pool = make_pool("unified", made, cost=PrefillCost(), grid=64)
+    keys = [(1, *range(100 * i, 100 * i + 14)) for i in (1, 2, 3)]
+    trace = trace_of(*((100.0 * i, 7500, 10, keys[i]) for i in range(3)))
+    sim = Simulation(Workload(trace), made, window_pool, default_costs(made), DEFAULT_HARDWARE, Options())
+    # The first chunk's windows have slid away before the first insert; the second request leaves the fork's behind.
+    assert sim.run()["tokens"]["hit"] == 512
+
+
+def test_next_turn_hits_through_the_window() -> None:
+    made = Server.make(load_model("gpt-oss-120b"), 8 * GIB, page_size=16)
+    window_pool = make_pool("unified", made, cost=PrefillCost(), grid=64)
+    trace = trace_of((0, 1000, 600, (1, 2)), (100, 2100, 10, (1, 3, 4, 5, 6)))
+    sim = Simulation(Workload(trace), made, window_pool, default_costs(made), DEFAULT_HARDWARE, Options())
+    assert sim.run()["tokens"]["hit"] == 1536
+
+
 def test_unified_is_not_behind_the_best_static_ratio() -> None:
     made = server(8)
     report = run_replay(
@@ -374,9 +419,9 @@ def test_interrupt_gives_what_there_is() -> None:
     assert len(apart["runs"]) == 2
 
 
-def test_window_models_and_bad_options_are_refused() -> None:
-    gemma = Server.make(load_model("gemma3-27b"), 40 * GIB)
-    with pytest.raises(InvalidArgumentError, match="window layers"):
+def test_unfit_models_and_bad_options_are_refused() -> None:
+    gemma = Server.make(load_model("gemma3-27b"), 40 * GIB, page_size=None)
+    with pytest.raises(InvalidArgumentError, match="pages of one size"):
         run_replay(generate_trace(2), gemma, default_costs(gemma), DEFAULT_HARDWARE, Options())
     config = {"model_type": "mamba2", "num_hidden_layers": 4, "hidden_size": 256, "num_heads": 8, "head_dim": 64}
     config |= {"expand": 2, "n_groups": 1, "state_size": 16, "conv_kernel": 4}

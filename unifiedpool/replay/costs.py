@@ -42,8 +42,9 @@ class Costs:
 DEFAULT_HARDWARE = Hardware()
 
 # Billions of parameters active per token, GB of weights on all GPUs, and FLOPs per token and token of context: for each
-# full layer, 4 x heads x head dim, with MLA 2 x heads x (192 + 128). Weights take a byte a parameter. Kimi K3's size is
-# not in the configs used here: that of Kimi K2 with its 4-bit weights stands in.
+# full layer, 4 x heads x head dim, with MLA 2 x heads x (192 + 128); window layers are left out. Weights take a byte a
+# parameter, in gpt-oss a little more than half of one. Kimi K3's size is not in the configs used here: that of Kimi K2
+# with its 4-bit weights stands in.
 _MODELS: dict[str, tuple[float, float, float]] = {
     "kimi-k3": (32.0, 500.0, 24 * 2 * 96 * 320),
     "kimi-linear-48b": (3.0, 48.0, 7 * 2 * 32 * 320),
@@ -59,6 +60,10 @@ _MODELS: dict[str, tuple[float, float, float]] = {
     "nemotron-3-nano-30b": (3.5, 31.6, 6 * 4 * 32 * 128),
     "falcon-h1-7b": (7.6, 7.6, 44 * 4 * 12 * 128),
     "granite-4.0-h-small": (9.0, 32.0, 4 * 4 * 32 * 128),
+    "gpt-oss-20b": (3.6, 14.0, 12 * 4 * 64 * 64),
+    "gpt-oss-120b": (5.1, 65.0, 18 * 4 * 64 * 64),
+    "gemma3-27b": (27.0, 27.0, 10 * 4 * 32 * 128),
+    "mimo-v2-flash": (15.0, 309.0, 9 * 2 * 64 * 320),
     "deepseek-v3": (37.0, 671.0, 61 * 2 * 128 * 320),
 }
 # For a model that is not in the table: the costs of Qwen3-Next.

@@ -15,6 +15,7 @@ _PARTS = (
     ("running_states", "states of running requests", "#d62728"),
     ("cached_kv", "cached KV", "#aec7e8"),
     ("cached_states", "cached states", "#ff9896"),
+    ("window_kv", "window KV", "#2ca02c"),
     ("page_tails", "tails of pages", "#7f7f7f"),
     ("padding", "padding", "#c7c7c7"),
 )

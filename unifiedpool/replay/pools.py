@@ -53,7 +53,7 @@ class Pool:
     """One policy, ready to run.
 
     Attributes:
-        page_bytes, state_bytes: what a page and a state take from the arena under this policy.
+        page_bytes, window_bytes, state_bytes: what a page, a window page and a state take under this policy.
         running_states: states that a running request holds.
         max_running: cap on running requests that comes from a static split; None without.
         arena_bytes: what all of it may take together.
@@ -64,6 +64,7 @@ class Pool:
     cache: PrefixCache
     page_tokens: int
     page_bytes: int
+    window_bytes: int
     state_bytes: int
     running_states: int
     max_running: int | None
@@ -104,14 +105,14 @@ class Pool:
 class _Baseline(Planner):
     """A planner with other books: `fits` decides, the grids below only hand out handles."""
 
-    __slots__ = ("_kind_of", "allocated", "live")
+    __slots__ = ("_kinds_of", "allocated", "live")
 
     def __init__(self, layout: Layout, arena_bytes: int) -> None:
         """Make the books of an empty pool; the grids get twice the room, so that nothing ever moves in them."""
         super().__init__(layout, 2 * arena_bytes + 2 * layout.strides[0])
         self.live = [0] * len(layout.kinds)
         self.allocated = 0
-        self._kind_of = np.zeros(self.stats().max_handles + 1, np.int8)
+        self._kinds_of = np.zeros(self.stats().max_handles + 1, np.uint8)  # bit k: a cell of kind k
 
     def fits_alone(self, counts: Sequence[int]) -> bool:
         """Say whether so many cells of each kind fit when nothing else is there."""
@@ -157,25 +158,50 @@ class _Baseline(Planner):
         start, ids = 0, made.numpy()
         for key, count in zip(compiled.keys, compiled._counts, strict=True):
             if count:
-                kind = self.layout.kind_id(key if isinstance(key, str) else key[0])
-                part = ids[start : start + count]
-                self._kind_of[part] = kind
-                self.live[kind] += count
-                self.allocated += count * self.layout.kinds[kind].bare_bytes
-                self.took(kind, part)
+                for name in (key,) if isinstance(key, str) else key:
+                    self._took(self.layout.kind_id(name), ids[start : start + count])
                 start += count
         return made
+
+    def _took(self, kind: int, ids: _Ids) -> None:
+        self._kinds_of[ids] |= 1 << kind
+        self.live[kind] += len(ids)
+        self.allocated += len(ids) * self.layout.kinds[kind].bare_bytes
+        self.took(kind, ids)
+
+    def _gave_back(self, kind: int, ids: _Ids) -> None:
+        self._kinds_of[ids] &= 0xFF ^ 1 << kind
+        self.live[kind] -= len(ids)
+        self.gave_back(kind, ids)
+
+    def attach(self, handles: HandlesLike, kind: str | int, *, moves: bool = True, overwrite: bool = False) -> None:
+        """Give each handle a cell of a kind; see `Planner.attach`."""
+        kind_id, ids = self.layout.kind_id(str(kind)), _ids(handles)
+        lacking = self.lacking([len(ids) if k == kind_id else 0 for k in range(len(self.live))])
+        if lacking:
+            raise CapacityError(f"attach {len(ids)} {kind}: {format_bytes(lacking)} are missing; free something")
+        super().attach(ids, kind_id, overwrite=True)
+        self._took(kind_id, ids)
+
+    def detach(self, handles: HandlesLike, kind: str | int) -> None:
+        """Drop each handle's cell of a kind; see `Planner.detach`."""
+        kind_id, ids = self.layout.kind_id(str(kind)), _ids(handles)
+        super().detach(ids, kind_id)
+        self._gave_back(kind_id, ids)
 
     def free(self, handles: HandlesLike) -> None:
         """Free the handles."""
         super().free(handles)
-        ids = handles.numpy() if isinstance(handles, Handles) else np.asarray(handles, np.int32)
-        kinds = self._kind_of[ids]
+        ids = _ids(handles)
+        kinds = self._kinds_of[ids]
         for kind in range(len(self.live)):
-            part = ids[kinds == kind]
+            part = ids[kinds >> kind & 1 == 1]
             if len(part):
-                self.live[kind] -= len(part)
-                self.gave_back(kind, part)
+                self._gave_back(kind, part)
+
+
+def _ids(handles: HandlesLike) -> _Ids:
+    return handles.numpy() if isinstance(handles, Handles) else np.asarray(handles, np.int32)
 
 
 class _Split(_Baseline):
@@ -224,7 +250,7 @@ class _Weighed(_Baseline):
 class _TwoEnded(_Weighed):
     """Two ends with compaction (csrc/two_ended.h): the sum decides, positions cost moves."""
 
-    __slots__ = ("_ends", "_one", "_sides", "worst_call")
+    __slots__ = ("_ends", "worst_call")
 
     def __init__(self, layout: Layout, arena_bytes: int, weights: Sequence[int], *, pack: bool) -> None:
         """Make both ends; the largest kind grows up from byte 0."""
@@ -272,7 +298,7 @@ class _LargePages(_Baseline):
         self._used = [0] * pages
         self._room = [0] * len(sizes)  # free cells in large pages that a kind owns
         self._partial: list[dict[int, int]] = [{} for _ in sizes]  # large page -> its free cells, where there are any
-        self._owner = np.zeros(len(self._kind_of), np.int32)  # handle -> large page
+        self._owner = np.zeros((len(sizes), len(self._kinds_of)), np.int32)  # kind, handle -> large page
 
     def fits_alone(self, counts: Sequence[int]) -> bool:
         """Count whole large pages."""
@@ -310,7 +336,7 @@ class _LargePages(_Baseline):
                 self._room[kind] += self._per_page[kind]
             page = next(iter(partial))
             count = min(len(handles) - at, partial[page])
-            self._owner[handles[at : at + count]] = page
+            self._owner[kind, handles[at : at + count]] = page
             self._used[page] += count
             self._room[kind] -= count
             at += count
@@ -321,7 +347,7 @@ class _LargePages(_Baseline):
     def gave_back(self, kind: int, handles: _Ids) -> None:
         """Give a large page back once it is empty."""
         partial = self._partial[kind]
-        pages, counts = np.unique(self._owner[handles], return_counts=True)
+        pages, counts = np.unique(self._owner[kind, handles], return_counts=True)
         for page, count in zip(pages.tolist(), counts.tolist(), strict=True):
             self._used[page] -= count
             self._room[kind] += count
@@ -407,7 +433,8 @@ def make_pool(name: str, server: Server, *, cost: PrefillCost, grid: int) -> Poo
         sizes = list(layout.strides)
     elif head == "static":
         split = server.static_split(float(detail))
-        most = [split.slots if not kind.page_size else split.tokens // kind.page_size for kind in layout.kinds]
+        tokens = {"full": split.tokens, "swa": split.window_tokens}
+        most = [tokens[kind.name] // kind.page_size if kind.page_size else split.slots for kind in layout.kinds]
         planner, cache_class, max_running, sizes = _Split(layout, arena, most), _SplitCache, split.running, bare
         name = f"static:{float(detail):.3g}"
     elif head == "two-ended":
@@ -417,9 +444,8 @@ def make_pool(name: str, server: Server, *, cost: PrefillCost, grid: int) -> Poo
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PaddingWarning)
             layout = server.spec.layout(rule.block_tokens)
-        sizes = [
-            (rule.full_blocks if kind.page_size else rule.state_blocks) * rule.block_bytes for kind in layout.kinds
-        ]
+        groups = {"full": rule.full_blocks, "swa": rule.window_blocks, "state": rule.state_blocks}
+        sizes = [groups[kind.name] * rule.block_bytes for kind in layout.kinds]
         planner = _Weighed(layout, arena, sizes)
         states = min(states, _BLOCK_STATES)
     else:
@@ -430,11 +456,14 @@ def make_pool(name: str, server: Server, *, cost: PrefillCost, grid: int) -> Poo
                 f"{format_bytes(arena)}"
             )
         planner, sizes = _LargePages(layout, arena, large, bare), bare
-    page = next(kind for kind in layout.kinds if kind.page_size)
+    page = layout.kind("full")
+    has_window = "swa" in layout.names
     cache = cache_class(
         planner,
         policy=policy,
         state_kind="state" if server.slot_bytes else None,
+        window_kind="swa" if has_window else None,
+        window=server.spec.window if has_window else 0,
         grid=math.lcm(grid, page.page_size),
         cost=cost,
     )
@@ -444,7 +473,8 @@ def make_pool(name: str, server: Server, *, cost: PrefillCost, grid: int) -> Poo
         planner,
         cache,
         page.page_size,
-        by_kind[page.name],
+        by_kind["full"],
+        by_kind.get("swa", 0),
         by_kind.get("state", 0),
         states,
         max_running,

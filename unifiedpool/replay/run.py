@@ -70,7 +70,7 @@ def _expand(policies: Sequence[str], ratios: Sequence[float], server: Server) ->
 def _simulation(setting: _Setting, task: Task) -> Simulation:
     costs = setting.costs
     server = replace(setting.server, cache_bytes=task.cache_bytes)
-    page = next(kind.page_size for kind in server.layout.kinds if kind.page_size)
+    page = server.layout.kind("full").page_size
     cost = PrefillCost(round(2 * costs.flops_per_token / max(costs.flops_per_token_context, 1)))
     pool = make_pool(task.policy, server, cost=cost, grid=checkpoint_grid(page))
     return Simulation(setting.workload, server, pool, costs, setting.hardware, setting.options)
@@ -138,8 +138,9 @@ def run_replay(
     setting = _Setting(Workload(trace), server, costs, hardware, options)
     for task in tasks:
         check_policy(task.policy)
-    if "swa" in server.layout.names:
-        raise InvalidArgumentError(f"{server.spec.name!r} has window layers; the replay models pages and states only")
+    page_sizes = {kind.name: kind.page_size for kind in server.layout.kinds if kind.page_size}
+    if len(set(page_sizes.values())) > 1:
+        raise InvalidArgumentError(f"page sizes {page_sizes}: the replay wants pages of one size; choose one (--page)")
     if "full" not in server.layout.names:
         raise InvalidArgumentError(f"{server.spec.name!r} keeps no KV pages: there is no prefix cache to replay")
     results: dict[Task, dict[str, Any]] = {}

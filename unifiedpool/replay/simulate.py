@@ -5,7 +5,8 @@ decoding request. Before it, in this order: arrivals join the queue; the head of
 its prompt's pages and `headroom_tokens` more fit, evicting from the cache; nobody overtakes. Decoding requests get a
 page when theirs are full; when there is none, not even by evicting, the youngest request is retracted, returns to the
 head of the queue and later computes its tokens again. States are saved at chunk ends, branches, the end of the prompt
-and the end of the request, as the tracking strategy says; all of it is locked while its request runs.
+and the end of the request, as the tracking strategy says; all of it is locked while its request runs. Window pages are
+taken chunk by chunk and given up once no checkpoint before the present depth needs them.
 
 Deterministic: equal inputs give equal results, host times excepted.
 """
@@ -80,6 +81,8 @@ class _Request:
     decode_step: int = -1  # step after which it was in this state: computed and produced grow by one each step
     own: array[int] = field(default_factory=lambda: array("i"))
     first_own: int = 0  # pages before this one are the cache's
+    window_first: int = 0  # own pages from here
+    window_end: int = 0  # to here have a window cell
     states: list[int] = field(default_factory=list)
     lock: Lock | None = None
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -92,7 +95,7 @@ class Simulation:
     def __init__(
         self, workload: Workload, server: Server, pool: Pool, costs: Costs, hardware: Hardware, options: Options
     ) -> None:
-        """Prepare an empty replica for a model with pages and perhaps states."""
+        """Prepare an empty replica; full and window pages are of one size."""
         self.workload, self.server, self.pool = workload, server, pool
         self.costs, self.hardware, self.options = costs, hardware, options
         self.planner, self.cache = pool.planner, pool.cache
@@ -101,9 +104,15 @@ class Simulation:
         self.grid = self.cache.tree.grid
         chunk = max(1, options.chunk_tokens // self.grid) * self.grid
         self.tracker = replace(server.tracker, page_size=page, chunk_tokens=chunk)
-        self._names = ("state", "full") if self.has_states else ("full",)
-        self._demand = self.planner.demand(dict.fromkeys(self._names, 0))
-        self._page_demand = self.planner.demand({"full": 1})
+        self.window = server.spec.window if pool.window_bytes else 0
+        # What a request may hold in window pages: a chunk, what its next checkpoint needs, and what its last one locks.
+        reach = chunk + 2 * self.window + math.lcm(self.grid, workload.block_tokens or 1)
+        self.window_pages = -(-reach // page) + 2 if self.window else 0
+        self._demand = self.planner.demand(dict.fromkeys(self.planner.layout.names, 0))
+        self._items = {name: index for index, name in enumerate(self.planner.layout.names)}
+        one_page: tuple[str, ...] = ("full", "swa") if self.window else ("full",)
+        self._page_demand = self.planner.demand({one_page: 1})
+        self._window_demand = self.planner.demand({"swa": 0}) if self.window else None
         self._out = Handles(1 << 16)
         cap = pool.max_running
         self.max_running = options.max_running if cap is None else min(cap, options.max_running)
@@ -186,7 +195,7 @@ class Simulation:
     def _arrive(self, job: Job, when: float) -> int:
         """Queue a job, or refuse one that could never run; return 1."""
         pages = -(-(job.input_tokens + job.output_tokens - 1) // self.page)
-        cells = {"state": self.pool.running_states, "full": pages}
+        cells = {"state": self.pool.running_states, "full": pages, "swa": min(pages, self.window_pages)}
         if self.pool.fits_alone([cells[name] for name in self.planner.layout.names]):
             self.queue.append(_Request(job, when))
         else:
@@ -203,12 +212,10 @@ class Simulation:
                 return
             self.queue.popleft()
 
-    def _set_demand(self, states: int, pages: int) -> None:
-        if self.has_states:
-            self._demand.set(0, states)
-            self._demand.set(1, pages)
-        else:
-            self._demand.set(0, pages)
+    def _set_demand(self, states: int, pages: int, window_pages: int) -> None:
+        for name, count in (("state", states), ("full", pages), ("swa", window_pages)):
+            if name in self._items:
+                self._demand.set(self._items[name], count)
 
     def _try_admit(self, request: _Request) -> bool:
         job, page, cache, planner = request.job, self.page, self.cache, self.planner
@@ -224,7 +231,8 @@ class Simulation:
         most = job.input_tokens + job.output_tokens - 1
         headroom = -(-max(target, min(target + self.options.headroom_tokens, most)) // page)
         states = self.pool.running_states
-        self._set_demand(states, headroom - hit // page)
+        wanted_pages = headroom - hit // page
+        self._set_demand(states, wanted_pages, min(wanted_pages, self.window_pages))
         clock = perf_counter_ns()
         fits = planner.can_allocate(self._demand)
         hopeless = not fits and planner.shortfall(self._demand) > cache.evictable_bytes()
@@ -240,10 +248,12 @@ class Simulation:
             cache.unlock(lock)
             return False
         self.cache_ns += perf_counter_ns() - clock
-        self._set_demand(states, pages)
+        self._set_demand(states, pages, 0)
         handles = self._allocate(states + pages)
+        if self.has_states and self._items["state"] > self._items["full"]:
+            handles = handles[pages:] + handles[:pages]
         request.states, request.own = handles[:states].tolist(), handles[states:]
-        request.first_own = hit // page
+        request.first_own = request.window_first = request.window_end = hit // page
         request.tokens, request.target, request.computed, request.lock = tokens, target, hit, lock
         request.checkpoints = self._checkpoints(job, hit, target, match.branch)
         if hit:
@@ -276,14 +286,16 @@ class Simulation:
         self.refusals += 1
         live = self.pool.live()
         self.free_at_refusal.append(1 - self._taken_bytes(live) / self.pool.arena_bytes)
-        if self.pool.name.startswith("unified"):
+        # With windows the ledger is a walk over every page: too slow for every refusal.
+        if self.pool.name.startswith("unified") and not self.window:
             ledger = self.cache.ledger()
             names = self.planner.layout.names
             held = [have - ledger[name]["evictable"] for have, name in zip(live, names, strict=True)]
             self.wrong_refusals += self.pool.fits_formula(held, self._demand.per_kind())
 
     def _taken_bytes(self, live: list[int]) -> int:
-        sizes = {"full": self.pool.page_bytes, "state": self.pool.state_bytes}
+        pool = self.pool
+        sizes = {"full": pool.page_bytes, "swa": pool.window_bytes, "state": pool.state_bytes}
         return sum(count * sizes[name] for count, name in zip(live, self.planner.layout.names, strict=True))
 
     def _whole(self, job: Job, tokens: int) -> int:
@@ -294,7 +306,9 @@ class Simulation:
     def _checkpoints(self, job: Job, hit: int, target: int, branch: int | None) -> list[Checkpoint]:
         tail = self._whole(job, target)
         if not self.has_states:
-            return [Checkpoint(tail, "tail")] if tail > hit else []
+            # Pages are kept anyway; at a fork the window before it is kept too.
+            fork = [Checkpoint(branch, "branch")] if self.window and branch and hit < branch < tail else []
+            return [*fork, Checkpoint(tail, "tail")] if tail > hit else fork
         planned = [c for c in self.tracker.prefill(hit, target, branch) if c.role != "tail" and c.depth < tail]
         if self.tracker.resolved != "no_buffer" and tail > hit:
             planned.append(Checkpoint(tail, "tail"))
@@ -306,8 +320,12 @@ class Simulation:
         budget, costs = self.options.chunk_tokens, self.costs
         flops = self.decoding * costs.flops_per_token + self.context * costs.flops_per_token_context
         touched = []
-        for request in self.prefilling:
+        for request in list(self.prefilling):
+            if request.lock is None:
+                continue  # it gave way to the window of one before it
             count = min(budget, request.target - request.computed)
+            if self.window and not self._open_window(request, request.computed + count):
+                continue
             middle = request.computed + count / 2
             flops += count * (costs.flops_per_token + middle * costs.flops_per_token_context)
             request.computed += count
@@ -323,6 +341,7 @@ class Simulation:
         traffic = (
             costs.weight_bytes
             + self.context * server.token_bytes
+            + min(self.context, self.decoding * self.window) * server.window_token_bytes
             + 2 * server.slot_bytes * (self.decoding + len(touched))
             + 2 * (moved + self.copied_bytes)
         )
@@ -352,6 +371,8 @@ class Simulation:
         """Save the states that the chunk passed; after the last chunk the first token is there."""
         while request.checkpoints and request.checkpoints[0].depth <= request.computed:
             self._save(request, request.checkpoints.pop(0))
+        if self.window:
+            self._slide(request)
         if request.computed < request.target:
             return
         self.prefilling.remove(request)
@@ -395,6 +416,8 @@ class Simulation:
                 self.context -= request.computed
                 self._finish(request)
             else:
+                if self.window:
+                    self._slide(request)
                 growing.append(request)
         if growing:
             self._grow(growing)
@@ -427,6 +450,32 @@ class Simulation:
         self.touched = True
         for request, handle in zip(requests, self._out.view, strict=True):
             request.own.append(handle)
+            request.window_end += 1
+
+    def _open_window(self, request: _Request, tokens: int) -> bool:
+        """Give the pages of the first `tokens` tokens window cells; say no when the request itself had to give way."""
+        start, stop = max(request.window_end, request.first_own), -(-tokens // self.page)
+        pages = request.own[start - request.first_own : stop - request.first_own]
+        demand = self._window_demand
+        assert demand is not None
+        demand.set(0, len(pages))
+        while not self.cache.make_room(demand).fits:
+            self._retract(self.running[-1])
+            if request.lock is None:
+                return False
+        if pages:
+            self.planner.attach(pages, "swa", overwrite=True)
+            self.touched = True
+        request.window_end = max(request.window_end, stop)
+        return True
+
+    def _slide(self, request: _Request) -> None:
+        """Give up window cells that no checkpoint at or after the last one possible needs."""
+        first = max(request.window_first, request.first_own)
+        stop = min(max(0, self._whole(request.job, request.computed) - self.window) // self.page, request.window_end)
+        if stop > first:
+            self.planner.detach(request.own[first - request.first_own : stop - request.first_own], "swa")
+            request.window_first = stop
 
     # -- states, endings -----------------------------------------------------------------------------------------
 
@@ -524,8 +573,10 @@ class Simulation:
                 "running_states": (state - states["evictable"]) * server.slot_bytes,
                 "cached_kv": pages["evictable"] * page * token_bytes,
                 "cached_states": states["evictable"] * server.slot_bytes,
+                "window_kv": live.get("swa", 0) * page * server.window_token_bytes,
                 "page_tails": tails,
                 "padding": full * (pool.page_bytes - page * token_bytes)
+                + live.get("swa", 0) * (pool.window_bytes - page * server.window_token_bytes)
                 + state * (pool.state_bytes - server.slot_bytes),
                 "hit_rate": self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
             }
@@ -538,7 +589,7 @@ class Simulation:
     def _report(self, complete: bool, wall_ns: int) -> dict[str, Any]:
         arena = self.pool.arena_bytes
         seconds = self.now or 1.0
-        parts = ("running_kv", "running_states", "cached_kv", "cached_states", "page_tails", "padding")
+        parts = ("running_kv", "running_states", "cached_kv", "cached_states", "window_kv", "page_tails", "padding")
         # A sample stands for the time up to the next one.
         times = [sample["t"] for sample in self.samples]
         weights = [b - a for a, b in zip(times, [*times[1:], *times[-1:]], strict=True)]
@@ -580,7 +631,7 @@ class Simulation:
             "refusals_against_formula": self.wrong_refusals,
             "free_at_refusal": sum(self.free_at_refusal) / len(self.free_at_refusal) if self.free_at_refusal else None,
             "memory": {
-                "useful": sum(means[part] for part in parts[:4]),
+                "useful": sum(means[part] for part in parts[:5]),
                 **means,
             },
             "movement": {
