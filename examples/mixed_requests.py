@@ -198,7 +198,7 @@ def size_up(model: Any, layout: Layout, options: argparse.Namespace, count: int)
     longest = max(8, int(LONGEST * arena_bytes / token_bytes)) if token_bytes else 1 << 20
     limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 20)
     mix = draw_lengths(count, options.seed, scale, min(longest, limit))
-    config = EngineConfig(chunk_tokens=options.chunk, prefill_tokens=4 * options.chunk, headroom=8)
+    config = EngineConfig(chunk_tokens=options.chunk, prefill_tokens=4 * options.chunk, headroom=8, prefix_cache=False)
     return Setting(arena_bytes, slot_bytes, tokens_per_state, scale, mix, config)
 
 

@@ -119,7 +119,8 @@ def assert_empty(pool: Pool) -> None:
 
 def config(**options: Any) -> EngineConfig:
     """Small limits unless said otherwise."""
-    return EngineConfig(**{"chunk_tokens": CHUNK, "prefill_tokens": 40, "headroom": 4, **options})
+    limits = {"chunk_tokens": CHUNK, "prefill_tokens": 40, "headroom": 4, "prefix_cache": False}
+    return EngineConfig(**{**limits, **options})
 
 
 class CountingPool(Pool):

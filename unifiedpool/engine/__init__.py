@@ -4,6 +4,7 @@ Scheduling (`Scheduler`, host only), forwards (`ModelRunner`) and request state 
 package does not load transformers; a `ModelRunner` does.
 """
 
+from unifiedpool.engine.caching import Caching
 from unifiedpool.engine.engine import Engine, EngineConfig, StepStats, Totals
 from unifiedpool.engine.geometry import Geometry, empty_shortfall
 from unifiedpool.engine.request import Request, SamplingParams, Status, TokenEvent
@@ -12,6 +13,7 @@ from unifiedpool.engine.scheduler import Scheduler
 from unifiedpool.engine.static_pool import StaticPlanner, StaticPool
 
 __all__ = [
+    "Caching",
     "Engine",
     "EngineConfig",
     "Geometry",

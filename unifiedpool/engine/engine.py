@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unifiedpool.engine.caching import Caching, unsupported
 from unifiedpool.engine.geometry import Geometry, empty_shortfall
 from unifiedpool.engine.request import Request, SamplingParams, Status, TokenEvent
-from unifiedpool.engine.runner import ModelRunner, Runner
+from unifiedpool.engine.runner import ModelRunner, PlainRunner, Runner
 from unifiedpool.engine.sampling import sample
 from unifiedpool.engine.scheduler import Scheduler
 from unifiedpool.engine.static_pool import StaticPlanner, StaticPool
 from unifiedpool.errors import CapacityError, InvalidArgumentError, format_bytes
 from unifiedpool.model_spec import ModelSpec
 from unifiedpool.pool import Pool
+from unifiedpool.prefix_cache import PrefixCache
 from unifiedpool.traces import TraceWriter
 
 __all__ = ["Engine", "EngineConfig", "StepStats", "Totals"]
@@ -34,6 +36,13 @@ class EngineConfig:
         headroom: output tokens that admission reserves room for beyond the prompt; more means fewer retractions
             and fewer requests at once.
         keep_logits: keep the logits that chose each token (tests compare them).
+        prefix_cache: start requests from the prefixes of earlier ones. None does wherever the pool can, which leaves
+            out a `StaticPool`, models without one kind that keeps every token, and chunks below a page; True refuses
+            those.
+        tracking: which states a request saves on its way: "extra_buffer", "extra_buffer_lazy", "no_buffer", "auto"; see
+            `Tracker`. Their slots are taken only while there is room.
+        track_interval: decode checkpoints lie at its multiples, 0 for none; None is about 256.
+        eviction: what goes first when room is wanted: "value", "lru", "sglang", "path_cap", "marconi".
     """
 
     chunk_tokens: int = 512
@@ -41,12 +50,18 @@ class EngineConfig:
     max_running: int = 256
     headroom: int = 16
     keep_logits: bool = False
+    prefix_cache: bool | None = None
+    tracking: str = "auto"
+    track_interval: int | None = None
+    eviction: str = "value"
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 1), ("prefill_tokens", 1), ("max_running", 1), ("headroom", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
+            raise InvalidArgumentError(f"prefix_cache is {self.prefix_cache!r}; it must be True, False or None")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +70,8 @@ class StepStats:
 
     ``live_bytes`` counts the cells that requests hold, per kind, in padded strides, after the step's allocations and
     before its requests finish; ``promised_bytes`` what admission holds for them beyond that; ``used_tokens`` the tokens
-    in their caches.
+    in their caches. ``cached_tokens`` is the prefill that this step's admissions were spared, ``cached_bytes`` what the
+    prefix cache holds, with what running requests read of it.
     """
 
     step: int
@@ -71,6 +87,8 @@ class StepStats:
     live_bytes: dict[str, int]
     promised_bytes: int
     moved_bytes: int
+    cached_tokens: int = 0
+    cached_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -83,6 +101,8 @@ class Totals:
     aborted: int = 0
     retractions: int = 0
     recomputed_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
     moved_bytes: int = 0
     running_sum: int = 0
     peak_running: int = 0
@@ -124,6 +144,7 @@ class Engine:
         self.pool = pool
         self.config = config or EngineConfig()
         self.geometry = Geometry.from_layout(pool.layout, runner.windows)
+        self._caching = self._make_caching()
         self.scheduler = Scheduler(
             pool.planner,
             self.geometry,
@@ -131,6 +152,7 @@ class Engine:
             prefill_tokens=self.config.prefill_tokens,
             max_running=self.config.max_running,
             headroom=self.config.headroom,
+            caching=self._caching,
         )
         self.totals = Totals()
         self.requests: dict[int, Request] = {}  # until they are done and collected
@@ -140,6 +162,47 @@ class Engine:
         self._events: list[tuple[Request, TokenEvent]] = []
         self._recorder: TraceWriter | None = None
         self._arrivals: dict[int, float] = {}  # of the requests that are recorded
+
+    def _make_caching(self) -> Caching | None:
+        config, reason = self.config, unsupported(self.geometry)
+        if isinstance(self.pool, StaticPool):
+            reason = "what a static pool's cache gave up of one sort would not help the other; use a Pool"
+        elif isinstance(self.runner, PlainRunner):
+            reason = "plain tensors have no cells to share"
+        elif reason is None and config.chunk_tokens < max(self.geometry.page_sizes.values()):
+            reason = f"a chunk of {config.chunk_tokens} tokens is less than a page"
+        if config.prefix_cache is False or (config.prefix_cache is None and reason is not None):
+            return None
+        if reason is not None:
+            raise InvalidArgumentError(f"prefix_cache=True, but there can be none: {reason}")
+        return Caching(
+            self.pool.planner,
+            self.geometry,
+            chunk_tokens=config.chunk_tokens,
+            tracking=config.tracking,
+            track_interval=config.track_interval,
+            eviction=config.eviction,
+        )
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """The prefix cache, None when it is off."""
+        return None if self._caching is None else self._caching.cache
+
+    def cached_tokens(self, request_id: int) -> int:
+        """Return how many of a request's prompt tokens were found in the prefix cache; 0 until it is admitted.
+
+        Raises:
+            InvalidArgumentError: no such request, or it was collected.
+        """
+        request = self._find(request_id)
+        if request is None:
+            raise InvalidArgumentError(f"request {request_id} was collected")
+        return request.cached_tokens or 0
+
+    def flush(self) -> int:
+        """Empty the prefix cache, but for what running requests read; return the bytes freed."""
+        return 0 if self._caching is None else self._caching.flush()
 
     def record(self, path: str | Path, *, block_tokens: int = 16) -> TraceWriter:
         """Record what is submitted from now on and finishes, as a trace for ``unifiedpool replay``.
@@ -197,6 +260,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         on_token: Callable[[TokenEvent], None] | None = None,
+        namespace: Hashable = None,
     ) -> int:
         """Queue a request.
 
@@ -206,6 +270,7 @@ class Engine:
             sampling: greedy unless given.
             on_token: called with each `TokenEvent` at the end of the step that made it; it may call ``submit`` and
                 ``abort``.
+            namespace: requests share prefixes only with those of an equal one (a tenant, an adapter, a salt).
 
         Returns:
             The request id: 0, 1, 2, ... in order of submission.
@@ -232,7 +297,11 @@ class Engine:
             raise InvalidArgumentError(
                 f"{len(tokens)} prompt tokens + {wanted} new ones; the model takes {self.runner.max_length}"
             )
-        request = Request(self._next_id, tokens, wanted, sampling or SamplingParams(), on_token)
+        try:
+            hash(namespace)
+        except TypeError:
+            raise InvalidArgumentError(f"namespace {namespace!r} is not hashable") from None
+        request = Request(self._next_id, tokens, wanted, sampling or SamplingParams(), on_token, namespace=namespace)
         self._check_can_ever_run(request)
         self._next_id += 1
         self.requests[request.request_id] = request
@@ -245,7 +314,7 @@ class Engine:
         return request.request_id
 
     def abort(self, request_id: int) -> bool:
-        """End a request now, at whatever stage, and give all its memory back.
+        """End a request now, at whatever stage, and give all its memory back, or to the prefix cache.
 
         Returns:
             False when it was already done or collected.
@@ -286,16 +355,23 @@ class Engine:
             self.runner.release(request.request_id)
         plan = self.pool.step(self.totals.steps)
         moved = plan.moved_bytes if plan is not None else 0
+        cached = sum(request.computed for request in work.admitted if not request.retractions)
+        self.scheduler.applied(work.admitted)
         running = list(self.scheduler.running)
         live = self._live_bytes(running)
         promised = sum(n * self._strides[kind] for request in running for kind, n in request.promised.items())
         used = sum(request.computed for request in running) + len(work.decode)
         used += sum(chunk.end - chunk.start for chunk in work.prefill)
+        cached_bytes = 0
+        if self._caching is not None:
+            cached_bytes = self.pool.planner.stats().live_bytes - sum(live.values())
         finished_before = self.totals.finished
+        self.totals.cached_tokens += cached
         try:
             for chunk in work.prefill:
                 logits = self._forward([chunk.request], [chunk.request.token_slice(chunk.start, chunk.end)])
                 self.scheduler.computed(chunk.request, chunk.end)
+                self.totals.prefill_tokens += chunk.end - chunk.start
                 if chunk.request.retractions:
                     self.totals.recomputed_tokens += chunk.end - chunk.start
                 if chunk.samples:
@@ -324,6 +400,8 @@ class Engine:
             live_bytes=live,
             promised_bytes=promised,
             moved_bytes=moved,
+            cached_tokens=cached,
+            cached_bytes=cached_bytes,
         )
 
     def run(self, on_step: Callable[[StepStats], None] | None = None) -> None:
@@ -407,7 +485,7 @@ class Engine:
         except BaseException:
             # States may be half-way between two tokens: only a recomputation is safe.
             for request in requests:
-                self.scheduler.retract(request)
+                self.scheduler.retract(request, keep=False)
                 self.runner.release(request.request_id)
             raise
 
@@ -433,10 +511,13 @@ class Engine:
     def _live_bytes(self, running: Sequence[Request]) -> dict[str, int]:
         live = dict.fromkeys(self._strides, 0)
         for request in running:
+            shared = request.use.shared if request.use is not None else ()
             for kind, run in request.sequence.pages.items():
-                live[kind] += (len(run.handles) + len(request.spare.get(kind, ()))) * self._strides[kind]
+                own = sum(handle not in shared for handle in run.handles) if shared else len(run.handles)
+                live[kind] += (own + len(request.spare.get(kind, ()))) * self._strides[kind]
+            tracked = request.use.track.slots if request.use is not None and request.use.track is not None else ()
             for kind in request.sequence.slots:
-                live[kind] += self._strides[kind]
+                live[kind] += (1 + len(tracked)) * self._strides[kind]
         return live
 
     def _count(self, running: Sequence[Request], live: Mapping[str, int], moved: int, retracted: int) -> None:

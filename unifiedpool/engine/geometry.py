@@ -71,19 +71,21 @@ class Geometry:
             run.first += count
 
     def peak(self, total: int, chunk: int, start: int = 0) -> dict[str, int]:
-        """Return the most cells of each kind that a sequence holds on its way from ``start`` to ``total`` tokens.
+        """Return the most cells of each kind that a sequence takes on its way from ``start`` to ``total`` tokens.
 
-        Tokens arrive ``chunk`` at a time. O(chunks) for window kinds, O(1) for the others.
+        Tokens arrive ``chunk`` at a time. Whole pages below ``start`` are somebody else's and do not count. O(chunks)
+        for window kinds, O(1) for the others.
         """
         demand = dict.fromkeys(self.slots, 1)
-        for kind in self.page_sizes:
+        for kind, page_size in self.page_sizes.items():
+            own = start // page_size
             if kind in self.windows:
                 demand[kind] = max(
-                    self.end_page(kind, min(first + chunk, total)) - self.first_page(kind, first)
+                    self.end_page(kind, min(first + chunk, total)) - max(self.first_page(kind, first), own)
                     for first in range(start, total, chunk)
                 )
             else:
-                demand[kind] = self.end_page(kind, total)
+                demand[kind] = self.end_page(kind, total) - own
         return demand
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from unifiedpool.errors import InvalidArgumentError
 from unifiedpool.integrations.sequences import ArenaSequence
 from unifiedpool.planner import Reservation
+from unifiedpool.prefix_cache import Lock, TrackSlots
 
-__all__ = ["Request", "SamplingParams", "Status", "TokenEvent"]
+__all__ = ["PrefixUse", "Request", "SamplingParams", "Status", "TokenEvent"]
 
 
 class Status(enum.Enum):
@@ -66,12 +67,34 @@ class TokenEvent:
 
 
 @dataclass(slots=True, eq=False)
+class PrefixUse:
+    """What a running request has to do with the prefix cache.
+
+    Attributes:
+        lock: holds the path that the request reads.
+        hit: tokens that it started from.
+        saved: the deepest depth on its path where a state was saved, as far as it knows.
+        shared: its pages that are the cache's.
+        checkpoints: depth -> role of the states that its prefill is still to save; forwards are cut there.
+        track: slots of decode checkpoints, once there are any.
+    """
+
+    lock: Lock
+    hit: int
+    saved: int
+    shared: set[int]
+    checkpoints: dict[int, str]
+    track: TrackSlots | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request inside the engine.
 
     ``sequence`` names its cells; ``sequence.length`` tokens of ``prompt + outputs`` are in the cache. ``spare[kind]``
     are pages that slid out of a window and wait for their next use. ``promised[kind]`` cells are left in the
-    reservation that admission made.
+    reservation that admission made. ``cached_tokens`` of the prompt were found in the prefix cache when it was first
+    admitted, None before; ``use`` is there while it runs with the cache.
     """
 
     request_id: int
@@ -87,6 +110,10 @@ class Request:
     promised: dict[str, int] = field(default_factory=dict)
     reservation: Reservation | None = None
     retractions: int = 0
+    namespace: Hashable = None
+    uses_cache: bool = True
+    cached_tokens: int | None = None
+    use: PrefixUse | None = None
 
     @property
     def computed(self) -> int:

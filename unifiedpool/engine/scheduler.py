@@ -11,6 +11,9 @@ Rules, in this order, once per step:
 
 No livelock: submit refuses what cannot run alone, the oldest request is the last to be retracted, so it always
 advances; and because nobody overtakes, what the others free reaches the head of the queue.
+
+With a prefix cache, what runs comes before what is cached: whoever lacks cells gets them from the cache first. A
+request holds what it found there, so alone in a small arena it may lack room because of that: then it goes on without.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from unifiedpool.engine.caching import Caching
 from unifiedpool.engine.geometry import Geometry
 from unifiedpool.engine.request import Request, Status
 from unifiedpool.errors import CapacityError, ReservationError
@@ -65,6 +69,8 @@ class Scheduler:
             runs.
         max_running: most requests that hold memory at once.
         headroom: output tokens that admission reserves room for beyond the prompt.
+        caching: the prefix cache, if there is one. Chunks are then counted from the hit, rounded down to the
+            checkpoints' grid and cut at checkpoints.
     """
 
     def __init__(
@@ -76,15 +82,24 @@ class Scheduler:
         prefill_tokens: int,
         max_running: int,
         headroom: int,
+        caching: Caching | None = None,
     ) -> None:
         self.planner = planner
         self.geometry = geometry
-        self.chunk_tokens = chunk_tokens
+        self.caching = caching
+        self.chunk_tokens = chunk_tokens if caching is None else caching.tracker.chunk_tokens
         self.prefill_tokens = prefill_tokens
         self.max_running = max_running
         self.headroom = headroom
         self.waiting: list[Request] = []  # by request id, which is the order of arrival
         self.running: list[Request] = []  # likewise
+        # What is allocated as one handle: a page and its window part together where the cache keeps them so.
+        pages: list[tuple[str, ...]] = [(kind,) for kind in geometry.page_sizes]
+        if caching is not None and caching.window_kind is not None:
+            pages = [(caching.page_kind, caching.window_kind)]
+        self._page_items = pages
+        self._items = [*pages, *((kind,) for kind in geometry.slots)]
+        self._item_demand = planner.demand(dict.fromkeys(self._items, 0))
         self._demand = planner.demand(dict.fromkeys(planner.layout.names, 0))
 
     def peak_demand(self, request: Request) -> dict[str, int]:
@@ -99,6 +114,9 @@ class Scheduler:
     def schedule(self) -> StepWork:
         """Decide the next step and take its cells. Mutates the queue, the running set and the planner."""
         retracted: list[Request] = []
+        if self.caching is not None:
+            for request in self.running:
+                self.caching.save(request)
         for request in list(self.running):
             if request.status is Status.DECODE and request not in retracted:
                 self._grow_or_retract(request, retracted)
@@ -108,7 +126,7 @@ class Scheduler:
         for request in self.running:
             if request.status is not Status.PREFILL or budget <= 0:
                 continue
-            end = min(request.computed + self.chunk_tokens, request.prefill_target)
+            end = self._chunk_end(request)
             self._take(request, request.computed, end)
             prefill.append(Chunk(request, request.computed, end))
             budget -= end - request.computed
@@ -118,17 +136,27 @@ class Scheduler:
     def computed(self, request: Request, end: int) -> None:
         """Record that tokens up to ``end`` are in the cache."""
         request.sequence.length = end
-        self.geometry.slide(request.sequence.pages, request.spare, end)
+        self._slide(request, end)
         if request.status is Status.PREFILL and end == request.prefill_target:
             request.status = Status.DECODE
+            if self.caching is not None and self.caching.window_kind is not None:
+                # From now on a window part is wanted only with a page, and the prompt's have all been used.
+                surplus = request.promised[self.caching.window_kind] - request.promised[self.caching.page_kind]
+                self._promise(request, self.caching.window_kind, -max(0, surplus))
         if request.status is Status.DECODE:
             for spare in request.spare.values():
                 # A decode step slides by one token: one page in hand covers it for ever.
                 self._free(spare[1:])
                 del spare[1:]
 
+    def applied(self, admitted: Iterable[Request]) -> None:
+        """The step's plan is applied: what admission copied from may go."""
+        if self.caching is not None:
+            for request in admitted:
+                self.caching.applied(request)
+
     def remove(self, request: Request, status: Status) -> None:
-        """Take a request out at any stage and give every cell and promise back."""
+        """Take a request out at any stage and give every cell and promise back, or to the prefix cache."""
         if request.status is Status.WAITING:
             self.waiting.remove(request)
         elif not request.done:
@@ -136,10 +164,14 @@ class Scheduler:
             self._release(request)
         request.status = status
 
-    def retract(self, request: Request) -> None:
-        """Take every cell and promise from a running request and queue it again at its old place."""
+    def retract(self, request: Request, *, keep: bool = True) -> None:
+        """Take every cell and promise from a running request and queue it again at its old place.
+
+        Args:
+            keep: its cells hold what it computed, so that the prefix cache may keep them; False after a failed forward.
+        """
         self.running.remove(request)
-        self._release(request)
+        self._release(request, keep=keep)
         request.retractions += 1
         self.add(request)
 
@@ -147,21 +179,52 @@ class Scheduler:
         admitted: list[Request] = []
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
-            target = request.num_tokens
-            most = len(request.prompt) + request.max_new_tokens - 1
-            demand = self.geometry.peak(max(target, min(target + self.headroom, most)), self.chunk_tokens)
-            if not self.planner.can_allocate(self._compiled(demand)):
+            if not self._open(request):
                 break
-            request.reservation = self.planner.reserve(self._compiled(demand))
-            request.promised = dict(demand)
-            request.sequence = ArenaSequence(pages={kind: PageRun() for kind in self.geometry.page_sizes})
-            request.spare = {kind: [] for kind in self.geometry.windows}
-            request.prefill_target = target
-            request.status = Status.PREFILL
             del self.waiting[0]
             bisect.insort(self.running, request, key=lambda other: other.request_id)
             admitted.append(request)
         return admitted
+
+    def _open(self, request: Request) -> bool:
+        """Reserve what the head of the queue needs, with what the prefix cache has of it; False when it must wait."""
+        target = request.num_tokens
+        most = len(request.prompt) + request.max_new_tokens - 1
+        total = max(target, min(target + self.headroom, most))
+        caching, lock = self.caching, None
+        match = caching.find(request) if caching is not None else None
+        if caching is not None and match is not None:
+            demand = self.geometry.peak(total, self.chunk_tokens, match.hit)
+            caching.extra(demand)
+            lock = caching.hold(match, self._compiled(demand))
+            if lock is None and self.running:
+                return False
+            request.uses_cache = lock is not None
+        if lock is None:
+            demand = self.geometry.peak(total, self.chunk_tokens)
+            if not self._fits(self._compiled(demand)):
+                return False
+        request.reservation = self.planner.reserve(self._compiled(demand))
+        request.promised = dict(demand)
+        request.sequence = ArenaSequence(pages={kind: PageRun() for kind in self.geometry.page_sizes})
+        request.spare = {kind: [] for kind in self.geometry.windows}
+        request.prefill_target = target
+        request.status = Status.PREFILL
+        if caching is not None and lock is not None:
+            caching.begin(request, lock)
+            if request.computed:
+                self._take(request, request.computed, request.computed)
+                caching.copy(request)
+        return True
+
+    def _chunk_end(self, request: Request) -> int:
+        if request.use is None:
+            return min(request.computed + self.chunk_tokens, request.prefill_target)
+        done = request.computed - request.use.hit
+        end = request.computed + self.chunk_tokens - done % self.chunk_tokens
+        return min(
+            end, request.prefill_target, *(depth for depth in request.use.checkpoints if depth > request.computed)
+        )
 
     def _grow_or_retract(self, request: Request, retracted: list[Request]) -> None:
         while True:
@@ -171,7 +234,9 @@ class Scheduler:
             except CapacityError:
                 youngest = self.running[-1]
                 if youngest is request and len(self.running) == 1:
-                    raise  # alone and still too big: submit should have refused it
+                    if request.use is None:
+                        raise  # alone and still too big: submit should have refused it
+                    request.uses_cache = False
                 self.retract(youngest)
                 retracted.append(youngest)
                 if youngest is request:
@@ -180,43 +245,75 @@ class Scheduler:
     def _take(self, request: Request, start: int, end: int) -> None:
         """Make the request hold the cells that computing tokens ``start`` to ``end`` needs. All or nothing."""
         geometry, sequence = self.geometry, request.sequence
-        geometry.slide(sequence.pages, request.spare, start)
-        need = {kind: 1 for kind in geometry.slots if kind not in sequence.slots}
+        self._slide(request, start)
+        need: dict[tuple[str, ...], int] = {(kind,): 1 for kind in geometry.slots if kind not in sequence.slots}
         reuse: dict[str, int] = {}
-        for kind in geometry.page_sizes:
+        for item in self._page_items:
+            kind = item[0]
             run = sequence.pages[kind]
             missing = geometry.end_page(kind, end) - run.first - len(run.handles)
             reuse[kind] = min(missing, len(request.spare.get(kind, ())))
             if missing > reuse[kind]:
-                need[kind] = missing - reuse[kind]
+                need[item] = missing - reuse[kind]
         new = self._obtain(request, need)
-        for kind, run in sequence.pages.items():
-            if reuse[kind]:
-                run.handles += request.spare[kind][: reuse[kind]]
-                del request.spare[kind][: reuse[kind]]
-            run.handles += new.get(kind, ())
+        for item in self._page_items:
+            for kind in item:
+                handles = sequence.pages[kind].handles
+                if reuse.get(kind):
+                    handles += request.spare[kind][: reuse[kind]]
+                    del request.spare[kind][: reuse[kind]]
+                handles += new.get(item, ())
         for kind in geometry.slots:
-            if kind in new:
-                sequence.slots[kind] = new[kind][0]
+            if (kind,) in new:
+                sequence.slots[kind] = new[kind,][0]
 
-    def _obtain(self, request: Request, need: Mapping[str, int]) -> dict[str, list[int]]:
-        """Return new handles per kind: from the promise as far as it goes, the rest from the pool."""
+    def _slide(self, request: Request, position: int) -> None:
+        """Drop the window parts that no token from ``position`` on reads: spare pages, or none with a prefix cache."""
+        self.geometry.slide(request.sequence.pages, request.spare, position)
+        if self.caching is None:
+            return
+        for kind, gone in request.spare.items():
+            own = [handle for handle in gone if request.use is None or handle not in request.use.shared]
+            gone.clear()
+            if own:
+                self.planner.detach(own, kind)
+                if request.status is Status.PREFILL:
+                    self._promise(request, kind, len(own))  # the next chunk wants as many
+
+    def _promise(self, request: Request, kind: str, count: int) -> None:
+        """Change what is promised by ``count`` cells that were just freed, or are wanted no more."""
+        if count and request.reservation is not None:
+            request.promised[kind] += count
+            request.reservation.cancel()
+            request.reservation = self.planner.reserve(self._compiled(request.promised))
+
+    def _obtain(self, request: Request, need: Mapping[tuple[str, ...], int]) -> dict[tuple[str, ...], list[int]]:
+        """Return new handles per item: from the promise as far as it goes, the rest from the pool."""
         if not need:
             return {}
-        promised = {kind: min(count, request.promised.get(kind, 0)) for kind, count in need.items()}
-        promised = {kind: count for kind, count in promised.items() if count}
-        open_market = {kind: count - promised.get(kind, 0) for kind, count in need.items()}
-        open_market = {kind: count for kind, count in open_market.items() if count}
-        new: dict[str, list[int]] = {kind: [] for kind in need}
+        promised = {item: min(count, *(request.promised.get(kind, 0) for kind in item)) for item, count in need.items()}
+        promised = {item: count for item, count in promised.items() if count}
+        open_market = {item: count - promised.get(item, 0) for item, count in need.items()}
+        open_market = {item: count for item, count in open_market.items() if count}
+        new: dict[tuple[str, ...], list[int]] = {item: [] for item in need}
         if open_market:  # the part that can fail goes first
-            self._deal(new, open_market, self.planner.allocate(self._compiled(open_market)))
+            demand = self._compiled_items(open_market)
+            self._fits(demand)
+            self._deal(new, open_market, self.planner.allocate(demand))
         if promised:
             if request.reservation is None:
                 raise ReservationError(f"request {request.request_id} has promised cells and no reservation")
-            self._deal(new, promised, request.reservation.commit(self._compiled(promised)))
-            for kind, count in promised.items():
-                request.promised[kind] -= count
+            self._deal(new, promised, request.reservation.commit(self._compiled_items(promised)))
+            for item, count in promised.items():
+                for kind in item:
+                    request.promised[kind] -= count
         return new
+
+    def _fits(self, demand: Demand) -> bool:
+        """Say whether a demand fits, once the prefix cache has made what room it can and needs to."""
+        if self.caching is None:
+            return self.planner.can_allocate(demand)
+        return self.caching.cache.make_room(demand).fits
 
     def _compiled(self, counts: Mapping[str, int]) -> Demand:
         """One demand over all kinds, refilled: compiling takes longer than the call that uses it."""
@@ -224,17 +321,28 @@ class Scheduler:
             self._demand.set(index, counts.get(kind, 0))
         return self._demand
 
-    def _deal(self, new: dict[str, list[int]], counts: Mapping[str, int], handles: Iterable[int]) -> None:
-        dealt = iter(handles)
-        for kind in self.planner.layout.names:
-            if kind in counts:
-                new[kind] += itertools.islice(dealt, counts[kind])
+    def _compiled_items(self, counts: Mapping[tuple[str, ...], int]) -> Demand:
+        for index, item in enumerate(self._items):
+            self._item_demand.set(index, counts.get(item, 0))
+        return self._item_demand
 
-    def _release(self, request: Request) -> None:
+    def _deal(
+        self, new: dict[tuple[str, ...], list[int]], counts: Mapping[tuple[str, ...], int], handles: Iterable[int]
+    ) -> None:
+        dealt = iter(handles)
+        for item in self._items:
+            if item in counts:
+                new[item] += itertools.islice(dealt, counts[item])
+
+    def _release(self, request: Request, *, keep: bool = True) -> None:
         if request.reservation is not None:
             request.reservation.cancel()
             request.reservation = None
-        self._free(request.sequence.handles() + [handle for spare in request.spare.values() for handle in spare])
+        if self.caching is not None:
+            own = self.caching.leave(request, keep=keep)
+        else:
+            own = request.sequence.handles() + [handle for spare in request.spare.values() for handle in spare]
+        self._free(own)
         request.sequence, request.spare, request.promised = ArenaSequence(), {}, {}
 
     def _free(self, handles: Sequence[int]) -> None:
