@@ -7,6 +7,7 @@ baseline is the obvious tree in Python: one dictionary entry a page.
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import time
@@ -157,14 +158,17 @@ def evict_timing(nodes: int, count: int, policy: str, rng: np.random.Generator) 
     planner.allocate({"full": planner.stats().kinds["full"].placeable})
     samples = []
     # Each call finds one leaf too few: four pages and a state are the bytes of eight pages.
-    batch, wanted = 8, planner.demand({"full": 0})
+    batch = 8
+    demands = [planner.demand({"full": 8 * leaves}) for leaves in range(1, batch + 1)]
+    gc.collect()
+    gc.disable()  # as in every other row
     for _ in range(count // batch - 1):
         begin = time.thread_time_ns()
-        for leaves in range(1, batch + 1):
-            wanted.set(0, 8 * leaves)
-            cache.make_room(wanted)
+        for demand in demands:
+            cache.make_room(demand)
         samples.append((time.thread_time_ns() - begin) / batch)
-        planner.allocate(wanted)
+        planner.allocate(demands[-1])
+    gc.enable()
     assert cache.stats()["nodes"] == 1 + nodes - batch * len(samples)
     return summary(samples[len(samples) // 10 :])
 

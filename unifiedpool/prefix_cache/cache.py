@@ -425,24 +425,26 @@ class PrefixCache:
 
         What a unit frees and saves changes with its neighbours; whoever comes up is looked at again.
         """
-        order, now = self._order, self.clock
+        order, tree, now = self._order, self.tree, self.clock
         while True:
             node = order.first(now, leaves)
             if node is None:
                 return None
-            unit = self._unit_with_handles(node)
+            try:
+                unit = tree.unit(node, self._handles)
+            except InvalidArgumentError:  # more handles than the buffer holds
+                unit = self._unit_with_handles(node)
             if unit is None:
                 order.remove(node)
             elif not order.put(node, self._placement(unit), unit.is_leaf == 1):
                 return unit
 
     def _unit_with_handles(self, node: int) -> Any:
-        try:
-            return self.tree.unit(node, self._handles)
-        except InvalidArgumentError:  # more handles than ever before
-            unit = self.tree.unit(node)
-            self._handles = Handles(2 * (unit.num_pages + 1))
-            return self.tree.unit(node, self._handles)
+        """Return a unit that can be evicted, its handles in `_handles`."""
+        need = self.tree.unit(node).num_pages + 1
+        if need > self._handles.capacity:
+            self._handles = Handles(2 * need)
+        return self.tree.unit(node, self._handles)
 
     def _evict(self, unit: Any, total: Evicted) -> None:
         """Evict what `_unit_with_handles` just returned: free its handles, then take it out of the tree."""
@@ -453,14 +455,18 @@ class PrefixCache:
         state, parent, parent_is_root, changed = unit.state, unit.parent, unit.parent_is_root, unit.changed
         self._order.remove(node)
         total.units += 1
+        cells = total.cells
         if pages:
-            self._count(total, self.page_kind, pages, self._page_bytes)
+            cells[self.page_kind] = cells.get(self.page_kind, 0) + pages
+            total.bytes += pages * self._page_bytes
             if not parent_is_root:
                 self._refresh(parent)
         elif self.window_kind is not None:
             self._flag_window(node)
         if state:
-            self._count(total, self.state_kind or "", 1, self._state_bytes)
+            kind = self.state_kind or ""
+            cells[kind] = cells.get(kind, 0) + 1
+            total.bytes += self._state_bytes
         if window:
             self._count(total, self.window_kind or "", window, self._window_bytes)
         if changed and changed != parent:

@@ -319,7 +319,8 @@ class EvictionOrder:
         if old is not None:
             placement, key = old
             units = self._lists[key]
-            if units[0][1] == node:
+            head = self._heads.get(key)
+            if head is not None and head[1] == node and key not in self._stale:
                 units.pop(0)  # the usual case, and cheaper than a search
             else:
                 units.remove((placement.rank, node))
