@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -26,14 +26,12 @@ from .errors import (
     LayoutMismatchError,
     PlanOrderError,
     format_bytes,
+    refuse_copy,
 )
 from .kernels import backend
 from .kernels._support import upload
 from .layout import Kind, Layout, ViewSpec
-from .plan import OPERATION_NAMES
-
-if TYPE_CHECKING:
-    from .plan import StepPlan
+from .plan import OPERATION_NAMES, StepPlan
 
 __all__ = ["BASE_ALIGNMENT", "TORCH_DTYPES", "Arena"]
 
@@ -80,6 +78,8 @@ class Arena:
     (torch.Size([4096, 256]), torch.Size([4097]))
     """
 
+    __reduce__ = refuse_copy
+
     def __init__(
         self,
         layout: Layout,
@@ -90,10 +90,13 @@ class Arena:
         buffer: Tensor | None = None,
     ) -> None:
         _check_size(layout, arena_bytes)
-        if max_handles is not None and (isinstance(max_handles, bool) or max_handles < 1):
-            raise InvalidArgumentError(f"max_handles is {max_handles!r}; it must be a positive integer")
+        if max_handles is not None and (type(max_handles) is not int or not 1 <= max_handles < 1 << 31):
+            raise InvalidArgumentError(f"max_handles is {max_handles!r}; it must be an integer from 1 to 2^31 - 1")
         self.layout = layout
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidArgumentError(f"device {device!r}: {str(error).splitlines()[0]}") from error
         self.sequence = 0
         self._digest = layout.digest()
         self._is_own = buffer is None
@@ -229,7 +232,7 @@ class Arena:
             InvalidArgumentError: the cell is outside the arena.
         """
         found = self.layout.kind(kind)
-        if not 0 <= cell < self.num_cells(kind):
+        if not hasattr(cell, "__index__") or not 0 <= cell < self.num_cells(kind):
             raise InvalidArgumentError(
                 f"cell {cell} of kind {found.name!r}: the arena has cells 0 to {self.num_cells(kind) - 1}"
             )
@@ -259,6 +262,10 @@ class Arena:
             raise InvalidArgumentError(f"a stream was given, but the arena is on {self.device}; leave it out")
         if plan is None:
             return
+        if not isinstance(plan, StepPlan):
+            raise InvalidArgumentError(
+                f"a plan is a StepPlan, not {type(plan).__name__}; StepPlan.from_bytes reads one"
+            )
         self._check_plan(plan)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             # Operations may use bytes on both sides of a resize: grow before them, shrink after them.
@@ -402,10 +409,13 @@ class Arena:
         if not found.page_size:
             raise InvalidArgumentError(f"kind {found.name!r} holds slots, not tokens; slot_mapping needs a page kind")
         self._check_tensor("handles", handles, torch.int32, None)
-        if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != handles.dim():
+        if not isinstance(positions, Tensor):
+            raise InvalidArgumentError(f"positions are {type(positions).__name__}; they must be a tensor")
+        axes = handles.dim()
+        if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != axes or axes not in (1, 2):
             raise InvalidArgumentError(
                 f"positions are {positions.dtype} {tuple(positions.shape)}; need int32 or int64 with as many axes as "
-                f"handles {tuple(handles.shape)}"
+                f"handles {tuple(handles.shape)}, one or two"
             )
         self._check_tensor("positions", positions, positions.dtype, None)
         self._check_tensor("out", out, torch.int64, positions.shape)
@@ -423,6 +433,8 @@ class Arena:
         return out
 
     def _check_tensor(self, what: str, tensor: Tensor, dtype: torch.dtype, shape: torch.Size | None) -> None:
+        if not isinstance(tensor, Tensor):
+            raise InvalidArgumentError(f"{what} is {type(tensor).__name__}; it must be a {dtype} tensor")
         if tensor.dtype != dtype:
             raise InvalidArgumentError(f"{what} is {tensor.dtype}; it must be {dtype}")
         if tensor.device != self.device:
@@ -439,8 +451,10 @@ class Arena:
 
 
 def _check_size(layout: Layout, arena_bytes: object) -> None:
-    if isinstance(arena_bytes, bool) or not isinstance(arena_bytes, int) or arena_bytes < 1:
-        raise InvalidArgumentError(f"arena_bytes is {arena_bytes!r}; it must be a positive integer")
+    if not isinstance(layout, Layout):
+        raise InvalidArgumentError(f"layout is {type(layout).__name__}; it must be a Layout, such as Layout.simple")
+    if isinstance(arena_bytes, bool) or not isinstance(arena_bytes, int) or not 0 < arena_bytes < 1 << 62:
+        raise InvalidArgumentError(f"arena_bytes is {arena_bytes!r}; it must be an integer from 1 to 2^62 - 1")
     if arena_bytes < layout.null_bytes:
         raise InvalidArgumentError(
             f"an arena of {format_bytes(arena_bytes)} cannot hold the null cell of {format_bytes(layout.null_bytes)}; "
@@ -452,13 +466,15 @@ def _allocate(size: int, device: torch.device) -> Tensor:
     """Uninitialised bytes at a 256-byte aligned address, which a CPU allocator does not give by itself."""
     try:
         raw = torch.empty(size + BASE_ALIGNMENT, dtype=torch.uint8, device=device)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, AssertionError) as error:  # torch built without CUDA asserts
         raise CapacityError(f"no memory for {format_bytes(size)} on {device}: {error}") from error
     start = -raw.data_ptr() % BASE_ALIGNMENT
     return raw[start : start + size]
 
 
 def _check_buffer(buffer: Tensor, arena_bytes: int, device: torch.device) -> Tensor:
+    if not isinstance(buffer, Tensor):
+        raise InvalidArgumentError(f"buffer is {type(buffer).__name__}; it must be a torch.uint8 tensor")
     checks: list[tuple[bool, Callable[[], str]]] = [
         (buffer.dtype == torch.uint8, lambda: f"is {buffer.dtype}; it must be torch.uint8"),
         (

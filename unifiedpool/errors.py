@@ -6,6 +6,8 @@ change. A call that raises has changed nothing.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 __all__ = [
     "CapacityError",
     "ConcurrentCallError",
@@ -19,6 +21,7 @@ __all__ = [
     "UnifiedPoolError",
     "UnsupportedModelError",
     "format_bytes",
+    "refuse_copy",
 ]
 
 
@@ -64,6 +67,18 @@ class UnsupportedModelError(UnifiedPoolError, ValueError):
 
 class ConfigFieldError(UnifiedPoolError, ValueError):
     """A model configuration lacks a field or holds an impossible value."""
+
+
+def refuse_copy(self: object) -> NoReturn:
+    """Stand in for `__reduce__`: copying and pickling would make a second owner of the same native memory.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"a {type(self).__name__} cannot be copied or pickled: the copy would own the same cells. Make one of its own "
+        "in each process and send step plans (StepPlan.to_bytes) between them"
+    )
 
 
 def format_bytes(count: int) -> str:

@@ -635,6 +635,8 @@ class Layout:
         >>> Layout.simple({"state": 13 * 256, "full": 256}).capacity(1 << 20)
         {'state': 314, 'full': 4095}
         """
+        if not isinstance(strides, Mapping) or not all(isinstance(name, str) for name in strides):
+            raise InvalidArgumentError(f"strides are {strides!r}; give names and bytes, such as {{'full': 512}}")
         slot_names = {name for name in strides if name.startswith("state")} if slots is None else set(slots)
         for name in (*slot_names, *(page_sizes or {}), *(ends or {}), *(zero or {})):
             if name not in strides:
@@ -686,8 +688,11 @@ class Layout:
         """
         if isinstance(name, str):
             return self.kinds[self.kind_id(name)]
-        if not 0 <= name < len(self.kinds):
-            raise InvalidArgumentError(f"no kind {name}; ids are 0 to {len(self.kinds) - 1}")
+        # Numpy integers index too; a float or None does not.
+        if not hasattr(name, "__index__") or not 0 <= name < len(self.kinds):
+            raise InvalidArgumentError(
+                f"no kind {name!r}; ids are 0 to {len(self.kinds) - 1}, the names {', '.join(self.names)}"
+            )
         return self.kinds[name]
 
     def view_spec(self, kind: str | int, layer: int, segment: str) -> ViewSpec:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._native import ffi, lib, raise_for_plan
+from .errors import LayoutMismatchError
 
 __all__ = ["OPERATION_NAMES", "Phase", "StepPlan"]
 
@@ -77,6 +78,12 @@ class StepPlan:
         Raises:
             LayoutMismatchError: the bytes are no plan of this version, or are damaged.
         """
+        try:
+            data = bytes(memoryview(data))  # a copy, unless it is bytes: what was checked must not change any more
+        except TypeError:
+            raise LayoutMismatchError(
+                f"a step plan is bytes, not {type(data).__name__}; see StepPlan.to_bytes"
+            ) from None
         code = lib.up_plan_check(ffi.from_buffer("uint8_t[]", data), len(data))
         if code != lib.UP_PLAN_OK:
             raise_for_plan(code)

@@ -7,8 +7,10 @@ Python's manners: names, messages, receipts.
 from __future__ import annotations
 
 import json
+import operator
+import threading
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, NoReturn, TypeAlias
@@ -17,7 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ._native import ffi, lib, raise_for_planner
-from .errors import CapacityError, InvalidArgumentError, InvalidHandleError, ReservationError, format_bytes
+from .errors import (
+    CapacityError,
+    ConcurrentCallError,
+    InvalidArgumentError,
+    InvalidHandleError,
+    ReservationError,
+    format_bytes,
+    refuse_copy,
+)
 from .layout import Layout
 from .plan import StepPlan
 
@@ -35,6 +45,7 @@ __all__ = [
 
 DUMP_SCHEMA_VERSION = 1
 _INT32_MAX = 2**31 - 1
+_MAX_KINDS = int(lib.UP_MAX_KINDS)
 _FORBID_MOVES = int(lib.UP_FORBID_MOVES)
 _ZERO_POLICY = {"never": lib.UP_ZERO_NEVER, "dirty": lib.UP_ZERO_IF_DIRTY, "always": lib.UP_ZERO_ALWAYS}
 
@@ -51,6 +62,7 @@ class Handles:
     """
 
     __slots__ = ("_data", "_native", "_planner", "capacity")
+    __reduce__ = refuse_copy
 
     def __init__(self, capacity: int) -> None:
         """Make an empty buffer for up to `capacity` handles.
@@ -139,7 +151,9 @@ def _host_handles(values: object) -> memoryview:
         if view.ndim == 1 and view.format == "i":
             return view if view.c_contiguous else memoryview(array("i", view.tolist()))
         raise InvalidHandleError(f"handles are a buffer of format {view.format!r}; give [n] int32")
-    if isinstance(values, int | np.integer) or not hasattr(values, "__iter__") or hasattr(values, "is_cuda"):
+    # An array would read the bytes of bytes as its own: four of them as one handle.
+    is_text = isinstance(values, str | bytes | bytearray)
+    if is_text or not isinstance(values, Iterable) or hasattr(values, "is_cuda"):
         raise InvalidHandleError(f"handles are {type(values).__name__}; give host int32 values, such as [handle]")
     try:
         return memoryview(array("i", values))
@@ -160,6 +174,7 @@ class Demand:
     """
 
     __slots__ = ("_counts", "_items", "_native", "_out", "_planner", "keys")
+    __reduce__ = refuse_copy
 
     def __init__(self, planner: Planner, demand: DemandMapping) -> None:
         """Compile `demand` (see `Planner.demand`)."""
@@ -167,14 +182,16 @@ class Demand:
             raise InvalidArgumentError(f"a demand is a mapping such as {{'full': 3, 'state': 1}}, not {demand!r}")
         self._planner = planner
         self.keys = tuple(demand)
-        self._items: Any = ffi.new("up_item[]", max(len(demand), 1))
+        self._items: Any = ffi.new("up_item[]", len(demand))
         self._native: Any = ffi.new("up_demand *", (planner._grids, 0, len(demand), 0, self._items, ffi.NULL))
         self._out = _NOWHERE  # where the native demand points
         self._counts = [0] * len(demand)
         for index, (key, count) in enumerate(demand.items()):
-            names = (key,) if isinstance(key, str) else tuple(key)
-            if not names:
-                raise InvalidArgumentError(f"demand {dict(demand)!r} has an item without a kind")
+            names = (key,) if isinstance(key, str) else key
+            if not names or not isinstance(names, tuple | frozenset):
+                raise InvalidArgumentError(
+                    f"{key!r} in demand {dict(demand)!r}: give a kind's name or a tuple of names"
+                )
             for name in names:
                 self._items[index].kind_mask |= 1 << planner.layout.kind_id(name)
             self.set(index, count)
@@ -183,23 +200,38 @@ class Demand:
         """Change the count of item `index` (in the mapping's order). O(1).
 
         Raises:
-            InvalidArgumentError: count is negative, above 2^31 - 1 or no integer.
+            InvalidArgumentError: no such item, or count is negative, above 2^31 - 1 or no integer.
         """
         try:
+            if type(count) is not int:
+                count = self._as_int(index, count)
+            if not 0 <= count <= _INT32_MAX:
+                self._bad_count(index, count)
             self._items[index].count = count
-        except (TypeError, OverflowError):
-            self._bad_count(index, count)
-        if count < 0:
-            self._items[index].count = self._counts[index]
-            self._bad_count(index, count)
+        except (TypeError, IndexError):
+            self._bad_index(index)
         self._native.total += count - self._counts[index]
         self._counts[index] = count
 
+    def _as_int(self, index: int, count: object) -> int:
+        """The count of a numpy integer and the like; what only rounds to an integer is refused."""
+        try:
+            return operator.index(count)  # type: ignore[arg-type]
+        except TypeError:
+            self._bad_count(index, count)
+
     def _bad_count(self, index: int, count: object) -> NoReturn:
-        raise InvalidArgumentError(f"count of {self.keys[index]!r} is {count!r}; it must be an integer of at least 0")
+        raise InvalidArgumentError(
+            f"count of {self.keys[index]!r} is {count!r}; it must be an integer from 0 to {_INT32_MAX}"
+        )
+
+    def _bad_index(self, index: object) -> NoReturn:
+        raise InvalidArgumentError(f"no item {index!r} in {self!r}; the items are 0 to {len(self.keys) - 1}")
 
     def _aim(self, out: Handles) -> None:
         """Make `out` the buffer that the native demand writes to."""
+        if not isinstance(out, Handles):
+            raise InvalidArgumentError(f"out is {type(out).__name__}; it must be Handles, such as Handles(capacity)")
         out._bind(self._planner)
         self._out, self._native.out = out, out._native
 
@@ -285,7 +317,18 @@ class Planner:
     [(512, 65024)]
     """
 
-    __slots__ = ("__weakref__", "_allocate", "_can_allocate", "_free", "_grids", "_pins", "arena_bytes", "layout")
+    __slots__ = (
+        "__weakref__",
+        "_allocate",
+        "_can_allocate",
+        "_free",
+        "_grids",
+        "_pins",
+        "_sealing",
+        "arena_bytes",
+        "layout",
+    )
+    __reduce__ = refuse_copy
 
     def __init__(self, layout: Layout, arena_bytes: int) -> None:
         """Plan `arena_bytes` bytes.
@@ -295,19 +338,13 @@ class Planner:
                 cells of a kind or more.
             MemoryError: host memory ran out. Complexity: O(cells).
         """
-        if not isinstance(arena_bytes, int) or isinstance(arena_bytes, bool) or not 0 < arena_bytes < 1 << 62:
-            raise InvalidArgumentError(f"arena_bytes is {arena_bytes!r}; it must be a positive number of bytes")
-        if arena_bytes < layout.null_bytes + layout.strides[-1]:
+        if not isinstance(layout, Layout):
+            raise InvalidArgumentError(f"layout is {type(layout).__name__}; it must be a Layout, such as Layout.simple")
+        if len(layout.kinds) > _MAX_KINDS:
             raise InvalidArgumentError(
-                f"an arena of {format_bytes(arena_bytes)} holds no cell beside the null cell of "
-                f"{format_bytes(layout.null_bytes)}; the smallest stride is {format_bytes(layout.strides[-1])}"
+                f"the layout has {len(layout.kinds)} kinds; a planner takes {_MAX_KINDS} at most"
             )
-        for kind in layout.kinds:
-            if arena_bytes // kind.stride_bytes >= _INT32_MAX:
-                raise InvalidArgumentError(
-                    f"{format_bytes(arena_bytes)} are {arena_bytes // kind.stride_bytes} cells of kind {kind.name!r}; "
-                    f"at most {_INT32_MAX - 1} can be numbered: use larger pages or a smaller arena"
-                )
+        arena_bytes = _arena_size(layout, arena_bytes)
         kinds = ffi.new("up_kind[]", len(layout.kinds))
         for native, kind in zip(kinds, layout.kinds, strict=True):
             native.stride_bytes = kind.stride_bytes
@@ -321,6 +358,7 @@ class Planner:
         self.arena_bytes = arena_bytes
         self._grids: Any = ffi.gc(out[0], lib.up_destroy)
         self._pins: dict[int, Pin] = {}
+        self._sealing = threading.Lock()
         # Bound once: a module attribute costs as much as the C work of a one-page call.
         self._allocate, self._free, self._can_allocate = (
             lib.up_allocate_demand,
@@ -463,12 +501,14 @@ class Planner:
             if code != 1:
                 self._raise(code or lib.up_last_error(self._grids).code, "allocate", demand)
             out = Handles(demand.total)
-        elif out.capacity < demand.total:
+        elif isinstance(out, Handles) and out.capacity < demand.total:
             raise InvalidArgumentError(f"out holds {out.capacity} handles; the demand is for {demand.total}")
         demand._aim(out)
         demand._native.flags = flags
-        code = self._allocate(demand._native)
-        demand._native.flags = 0
+        try:
+            code = self._allocate(demand._native)
+        finally:
+            demand._native.flags = 0
         if code:
             self._raise(code, "allocate", demand)
         return out
@@ -556,6 +596,11 @@ class Planner:
             InvalidArgumentError: `cell` is not available.
         """
         code = lib.up_relocate(self._grids, _int32("handle", handle), self._kind_id(kind), _int32("cell", cell))
+        if code == lib.UP_BAD_ARGUMENT:
+            raise InvalidArgumentError(
+                f"relocate to {self.layout.kind(kind).name} cell {cell}: it is not available; it is past the arena's "
+                "end, reserved, or overlaps something live"
+            )
         if code:
             self._raise(code, "relocate")
 
@@ -583,9 +628,14 @@ class Planner:
         Raises:
             InvalidHandleError: a handle is dead or occurs twice.
             CapacityError: a reservation could not be kept any more.
+            InvalidArgumentError: a handle has 65,535 pins already.
         """
         kept = Handles.of(self._host_handles(handles))
         code = lib.up_pin(self._grids, kept._data, len(kept))
+        if code == lib.UP_BAD_ARGUMENT:
+            raise InvalidArgumentError(
+                f"pin for {reason}: a handle has 65,535 pins already, the most there can be; release some"
+            )
         if code:
             self._raise(code, f"pin for {reason}")
         made = Pin(self, kept, reason)
@@ -630,7 +680,13 @@ class Planner:
             PinnedError: a pinned cell lies past the new end.
             InvalidArgumentError: not a size that an arena can have, or the step was resized already.
         """
-        code = lib.up_resize(self._grids, _int64("arena_bytes", arena_bytes))
+        arena_bytes = _arena_size(self.layout, arena_bytes)
+        code = lib.up_resize(self._grids, arena_bytes)
+        if code == lib.UP_BAD_ARGUMENT:  # the size itself is checked above
+            raise InvalidArgumentError(
+                f"resize to {format_bytes(arena_bytes)}: this step was resized to {format_bytes(self.arena_bytes)} "
+                "already; seal it first"
+            )
         if code:
             self._raise(code, f"resize to {format_bytes(arena_bytes)}")
         self.arena_bytes = arena_bytes
@@ -644,10 +700,18 @@ class Planner:
         Complexity: O(operations * cells of the smallest kind in each + changed handles).
         """
         data, size = ffi.new("uint8_t **"), ffi.new("int64_t *")
-        code = lib.up_seal(self._grids, _int64("step", step), data, size)
-        if code:
-            self._raise(code, "seal")
-        return StepPlan._parse(bytes(ffi.buffer(data[0], size[0]))) if size[0] else None
+        number = _int64("step", step)
+        # The core's own guard ends before the plan is copied out of it, and the next seal writes over it.
+        if not self._sealing.acquire(blocking=False):
+            raise ConcurrentCallError("seal: another thread is sealing this planner; give each its own, or take a lock")
+        try:
+            code = lib.up_seal(self._grids, number, data, size)
+            if code:
+                self._raise(code, "seal")
+            plan = bytes(ffi.buffer(data[0], size[0])) if size[0] else None
+        finally:
+            self._sealing.release()
+        return None if plan is None else StepPlan._parse(plan)
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -657,9 +721,9 @@ class Planner:
         It is live: later calls show in it, up to a resize, after which a new one must be asked for.
         """
         grids = self._grids
+        size = 4 * (self.stats().max_handles + 1)  # before the pointer: tables only grow, also in another thread
         # The view keeps the C object alive through its destructor's closure.
         pointer = ffi.gc(lib.up_cells(grids, self._kind_id(kind)), lambda _: grids)
-        size = 4 * (self.stats().max_handles + 1)
         return memoryview(ffi.buffer(pointer, size)).cast("B").cast("i").toreadonly()
 
     def cell(self, handle: int, kind: str | int) -> int:
@@ -669,7 +733,7 @@ class Planner:
             InvalidHandleError: the handle is out of range.
         """
         cells = self.cells(kind)
-        if not 0 < handle < len(cells):
+        if not 0 < _int32("handle", handle) < len(cells):
             raise InvalidHandleError(f"handle {handle} is out of range 1..{len(cells) - 1}")
         return cells[handle]
 
@@ -687,7 +751,7 @@ class Planner:
 
     def is_live(self, handle: int) -> bool:
         """Say whether a handle is live; False for anything that is no handle."""
-        if not 0 < handle <= _INT32_MAX:
+        if not isinstance(handle, int | np.integer) or not 0 < handle <= _INT32_MAX:
             return False
         code = lib.up_is_live(self._grids, handle)
         if code < 0:
@@ -717,6 +781,8 @@ class Planner:
         code = lib.up_live_cells(self._grids, kind_id, *pointers, capacity, count)
         if code:
             self._raise(code, "live_cells")
+        if count[0] != capacity:
+            raise ConcurrentCallError("live_cells: another thread changed this planner meanwhile; give each its own")
         return cells, handles
 
     def stats(self) -> PlannerStats:
@@ -782,6 +848,24 @@ def _flags(moves: bool, overwrite: bool, pinned: bool) -> int:
     )
 
 
+def _arena_size(layout: Layout, arena_bytes: int) -> int:
+    """Return the size as an int when an arena can have it."""
+    if isinstance(arena_bytes, bool) or not isinstance(arena_bytes, int | np.integer) or not 0 < arena_bytes < 1 << 62:
+        raise InvalidArgumentError(f"arena_bytes is {arena_bytes!r}; it must be an integer from 1 to 2^62 - 1")
+    if arena_bytes < layout.null_bytes + layout.strides[-1]:
+        raise InvalidArgumentError(
+            f"an arena of {format_bytes(arena_bytes)} holds no cell beside the null cell of "
+            f"{format_bytes(layout.null_bytes)}; the smallest stride is {format_bytes(layout.strides[-1])}"
+        )
+    for kind in layout.kinds:
+        if arena_bytes // kind.stride_bytes >= _INT32_MAX:
+            raise InvalidArgumentError(
+                f"{format_bytes(arena_bytes)} are {arena_bytes // kind.stride_bytes} cells of kind {kind.name!r}; "
+                f"at most {_INT32_MAX - 1} can be numbered: use larger pages or a smaller arena"
+            )
+    return int(arena_bytes)
+
+
 def _int32(what: str, value: int) -> int:
     if not isinstance(value, int | np.integer) or not -_INT32_MAX <= value <= _INT32_MAX:
         raise InvalidHandleError(f"{what} {value!r} is no int32")
@@ -798,6 +882,7 @@ class Reservation:
     """A receipt for promised room. Leaving its `with` block cancels what was not committed."""
 
     __slots__ = ("_demand", "_left", "_planner")
+    __reduce__ = refuse_copy
 
     def __init__(self, planner: Planner, demand: Demand, counts: list[int]) -> None:
         """Made by `Planner.reserve`."""
@@ -859,6 +944,7 @@ class Pin:
     """A receipt for pinned handles; released once, by `release` or by leaving its `with` block."""
 
     __slots__ = ("_planner", "handles", "reason")
+    __reduce__ = refuse_copy
 
     def __init__(self, planner: Planner, handles: Handles, reason: str) -> None:
         """Made by `Planner.pin`."""

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import Arena
-from .errors import InvalidArgumentError, format_bytes
+from .errors import InvalidArgumentError, format_bytes, refuse_copy
 from .layout import Layout
 from .plan import StepPlan
 from .planner import Planner
@@ -92,6 +92,7 @@ class Pool:
     """
 
     __slots__ = ("arena", "planner")
+    __reduce__ = refuse_copy
 
     def __init__(self, layout: Layout, arena_bytes: int, *, device: str | torch.device = "cpu") -> None:
         """Plan and hold `arena_bytes` bytes on `device`. Errors as in `Planner` and `Arena`."""
@@ -113,6 +114,8 @@ class Pool:
         Returns:
             The plan that was applied, None when there was nothing to do.
         """
+        if stream is not None and self.arena.device.type != "cuda":  # before the seal: a sealed plan must be applied
+            raise InvalidArgumentError(f"a stream was given, but the arena is on {self.arena.device}; leave it out")
         plan = self.planner.seal(step)
         if plan is not None:
             self.arena.apply(plan, stream=stream)
