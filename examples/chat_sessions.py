@@ -165,14 +165,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compare_caches(options: argparse.Namespace, console: Console) -> int:
     """Hold the chats twice and show what differs."""
     model = tiny_models.build(options.model, getattr(torch, options.dtype))
-    runs = []
+    engines = []
     for cache in (False, True):
         config = EngineConfig(chunk_tokens=options.chunk, prefill_tokens=4 * options.chunk, prefix_cache=cache)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PaddingWarning)  # a tiny model's strides do not nest as a large one's
             engine = Engine.for_model(model, options.arena_kib << 10, page_size=options.page_size, config=config)
-        runs.append(hold_chats(engine, options))
-    off, on = runs
+        engines.append(engine)
+    off, on = runs = [hold_chats(engine, options) for engine in engines]
     console.print(
         f"[bold]{options.model}[/bold], {options.dtype}, arena {format_bytes(options.arena_kib << 10)}, pages of "
         f"{options.page_size} tokens; the system prompt has {len(tokens_of(SYSTEM))} tokens"

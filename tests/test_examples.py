@@ -154,3 +154,43 @@ def test_replace_static_pool_shows_the_change_and_checks_every_byte(tmp_path: Pa
 )
 def test_replace_static_pool_odd_arguments(arguments: tuple[str, ...], code: int) -> None:
     assert call("replace_static_pool", *arguments) == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "least"),
+    [
+        (("--chats", "3", "--forks", "2", "--turns", "3"), 0.8),
+        (("--model", "gpt_oss", "--chats", "2", "--turns", "2"), 0.4),
+        (("--arena-kib", "320", "--chats", "2", "--turns", "2"), 0.0),  # little room: what runs comes first
+    ],
+)
+def test_chat_sessions_quick_saves_prefill_and_gives_identical_tokens(
+    arguments: tuple[str, ...], least: float, tmp_path: Path
+) -> None:
+    assert call("chat_sessions", "--outputs", "4", "--json", "out.json", *arguments) == 0
+    report = json.loads((tmp_path / "out.json").read_text())
+    off, on = report["runs"]
+    assert report["different"] == 0
+    assert on["prefill_tokens"] <= (1 - least) * off["prefill_tokens"]
+    assert all(turn["cached_tokens"] == 0 for turn in off["turns"])
+    for turn in on["turns"] if least else ():
+        # All of the turn before, but for the answer's last token, which nothing was computed from.
+        assert turn["turn"] == 1 or turn["cached_tokens"] >= 0.8 * turn["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--turns", "0"), "at least 1"),
+        (("--model", "no_such_model"), "invalid choice"),
+        (("--forks", "-1"), "at least 0"),
+        (("--arena-kib", "64"), "CapacityError"),
+        (("--chunk", "8"), "less than a page"),
+    ],
+)
+def test_chat_sessions_impossible_arguments_refused(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("chat_sessions", *arguments) == 2
+    shown = capsys.readouterr()
+    assert message in shown.out + shown.err
