@@ -39,7 +39,8 @@ def compile_options() -> dict[str, list[str]]:
     asserts = bool(sanitize) or os.environ.get("UNIFIEDPOOL_ASSERTS") == "1"
     macros = {"undef_macros": ["NDEBUG"]} if asserts else {"define_macros": [("NDEBUG", None)]}
     # The warnings that are errors in CI are in the Makefile: the file that cffi generates does not pass all of them.
-    flags = ["-std=c11", "-Wall", "-fvisibility=hidden"]
+    # Python is often built with -fwrapv, and its flags come first; nothing here relies on it, and it costs a tenth.
+    flags = ["-std=c11", "-Wall", "-fvisibility=hidden", "-fno-wrapv"]
     if platform.machine() in {"x86_64", "AMD64"}:
         # Counting bits, and the unsigned minimum of a vector: in every 64-bit x86 since 2011, but off by default.
         flags += ["-mpopcnt", "-msse4.2"]
