@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from unifiedpool.engine import Engine, EngineConfig, Geometry, ModelRunner, PlainRunner, Request, StaticPool, StubRunner
 from unifiedpool.errors import CapacityError, InvalidArgumentError
 from unifiedpool.integrations.sequences import PlainBatch, PlainSequence
-from unifiedpool.layout import Layout
+from unifiedpool.layout import Layout, PaddingWarning
 from unifiedpool.pool import Pool
 
 CHUNK = 16
@@ -121,7 +122,9 @@ def model_engine(
     model = tiny_models.build(name, dtype)
     kind = str(dtype).removeprefix("torch.")
     spec = ModelSpec.from_config(model.config, kv_dtype=kind, conv_dtype=kind, convention="transformers")
-    pool = Pool(spec.layout(page_size=page_size), arena_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PaddingWarning)
+        pool = Pool(spec.layout(page_size=page_size), arena_bytes)
     pool.arena.buffer.fill_(0x7B)  # what was there before must not matter
     runner = MirrorRunner(model, pool)
     return Engine(runner, pool, config(**options)), runner
@@ -374,6 +377,21 @@ def test_request_that_needs_the_whole_arena_goes_on_without_its_hit() -> None:
         gave_up += not engine.requests[request_id].uses_cache
         assert_empty_after_flush(engine)
     assert gave_up > 0
+
+
+def test_request_without_room_for_a_slot_takes_over_the_checkpoints(rng: random.Random) -> None:
+    """B14: one state slot beside the pages of both turns."""
+    engine, runner = model_engine("qwen3_next", arena_bytes=2 * 18432, headroom=0)
+    text, _ = serve(engine, prompt_of(rng, 40), 6)
+    slots = set(engine.pool.planner.live_cells("state")[1].tolist())
+    request_id = engine.submit([*text, 5], 4)
+    engine.step()
+    assert set(engine.requests[request_id].sequence.slots.values()) == slots
+    check(engine)
+    engine.run()
+    assert engine.cached_tokens(request_id) == len(text) - 1
+    assert runner.hits == 1
+    assert_empty_after_flush(engine)
 
 
 # -- what is saved where ---------------------------------------------------------------------------------------------

@@ -133,6 +133,21 @@ class Caching:
         lock.release()
         return None
 
+    def take_slot(self, request: Request) -> bool:
+        """Give a request that was admitted without room for a slot one all the same: the checkpoint's own.
+
+        Returns:
+            False when somebody else wants it too, and nothing was changed.
+        """
+        if request.use is None or self.state_kind is None:
+            return False
+        slot = self.cache.open_slot(request.use.lock)
+        if slot is None:
+            return False
+        request.sequence.slots[self.state_kind] = slot.handle
+        request.use.has_state = True
+        return True
+
     def begin(self, request: Request, lock: Lock) -> None:
         """Start a request that has no cells yet with the whole pages that its lock holds, and plan what it saves."""
         match, sequence = lock.match, request.sequence
@@ -147,8 +162,6 @@ class Caching:
             checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.optional]
         depths = {checkpoint.depth: checkpoint.role for checkpoint in checkpoints}
         request.use = PrefixUse(lock, hit, hit, set(handles), depths)
-        if request.cached_tokens is None:
-            request.cached_tokens = hit
 
     def extra(self, demand: dict[str, int]) -> None:
         """Add to an admission's demand the window parts that the cache will keep of the pages it computes."""
@@ -161,7 +174,7 @@ class Caching:
         if request.use is None or not request.computed:
             return
         match, sequence = request.use.lock.match, request.sequence
-        if self.state_kind is not None and match.state is not None:
+        if self.state_kind is not None and match.state is not None and not request.use.has_state:
             self.planner.copy([match.state], [sequence.slots[self.state_kind]], kind=self.state_kind)
         if match.tail_page is not None:
             for kind, run in sequence.pages.items():

@@ -77,6 +77,7 @@ class PrefixUse:
         shared: its pages that are the cache's.
         checkpoints: depth -> role of the states that its prefill is still to save; forwards are cut there.
         track: slots of decode checkpoints, once there are any.
+        has_state: its slot came with the checkpoint in it.
     """
 
     lock: Lock
@@ -85,6 +86,7 @@ class PrefixUse:
     shared: set[int]
     checkpoints: dict[int, str]
     track: TrackSlots | None = None
+    has_state: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -29,6 +29,7 @@ from unifiedpool.engine.request import Request, Status
 from unifiedpool.errors import CapacityError, ReservationError
 from unifiedpool.integrations.sequences import ArenaSequence, PageRun
 from unifiedpool.planner import Demand, Planner
+from unifiedpool.prefix_cache import Lock
 
 __all__ = ["Chunk", "Scheduler", "StepWork"]
 
@@ -197,6 +198,13 @@ class Scheduler:
             demand = self.geometry.peak(total, self.chunk_tokens, match.hit)
             caching.extra(demand)
             lock = caching.hold(match, self._compiled(demand))
+            if lock is None and match.state is not None:
+                # Without room for a slot of its own it may take over the cache's.
+                demand[caching.state_kind or ""] = 0
+                lock = caching.hold(match, self._compiled(demand))
+                if lock is not None and self._begin(request, demand, lock):
+                    return True
+                lock = None
             if lock is None and self.running:
                 return False
             request.uses_cache = lock is not None
@@ -204,17 +212,26 @@ class Scheduler:
             demand = self.geometry.peak(total, self.chunk_tokens)
             if not self._fits(self._compiled(demand)):
                 return False
+        return self._begin(request, demand, lock)
+
+    def _begin(self, request: Request, demand: dict[str, int], lock: Lock | None) -> bool:
+        """Start a request for which there is room; False when it needs a slot beyond the demand and there is none."""
         request.reservation = self.planner.reserve(self._compiled(demand))
         request.promised = dict(demand)
         request.sequence = ArenaSequence(pages={kind: PageRun() for kind in self.geometry.page_sizes})
         request.spare = {kind: [] for kind in self.geometry.windows}
-        request.prefill_target = target
-        request.status = Status.PREFILL
-        if caching is not None and lock is not None:
-            caching.begin(request, lock)
+        request.prefill_target = request.num_tokens
+        if self.caching is not None and lock is not None:
+            self.caching.begin(request, lock)
             if request.computed:
+                if not all(demand[kind] for kind in self.geometry.slots) and not self.caching.take_slot(request):
+                    self._release(request, keep=False)
+                    return False
                 self._take(request, request.computed, request.computed)
-                caching.copy(request)
+                self.caching.copy(request)
+        request.status = Status.PREFILL
+        if not request.retractions:
+            request.cached_tokens = request.computed
         return True
 
     def _chunk_end(self, request: Request) -> int:
