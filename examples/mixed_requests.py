@@ -397,8 +397,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
     if options.scale is not None and not options.scale > 0:
         parser.error(f"--scale is {options.scale}; it must be above 0")
+    if not 0 < options.ratio < math.inf:
+        parser.error(f"--ratio is {options.ratio}; it must be a finite number above 0")
     if not Path(options.model).is_dir() and options.model not in tiny_models.NAMES:
         parser.error(f"--model {options.model!r} is no folder and none of {', '.join(tiny_models.NAMES)}")
+    for path in filter(None, (options.plot, options.json)):  # written last: minutes of work would be lost
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"cannot write {path}: {error.strerror}")
     return options
 
 

@@ -126,7 +126,10 @@ def test_mixed_requests_odd_arguments_run(arguments: tuple[str, ...], tmp_path: 
         (("--dtype", "int8"), "invalid choice"),
         (("--requests", "2", "--states", "1"), "Error"),
         (("--requests", "2", "--ratio", "0"), "ratio"),
+        (("--ratio", "nan"), "finite number"),
         (("--requests", "2", "--temperature", "-1"), "temperature"),
+        (("--json", f"{__file__}/out.json"), "cannot write"),
+        (("--plot", f"{__file__}/out.png"), "cannot write"),
     ],
 )
 def test_mixed_requests_impossible_arguments_refused(

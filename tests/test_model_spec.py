@@ -606,6 +606,8 @@ def test_layout_page_size_per_kind_or_from_candidates() -> None:
     assert spec.layout().kind("swa").page_size <= 128 // 8
     with pytest.raises(InvalidArgumentError, match="page_size of 'full' is 0"):
         spec.layout(0)
+    with pytest.raises(InvalidArgumentError, match="give an integer"):
+        spec.layout(1.5)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match="no kind 'state'"):
         spec.layout({"state": 1})
     with pytest.raises(InvalidArgumentError, match="empty"):

@@ -897,8 +897,14 @@ class ModelSpec:
                 if size < 1:
                     raise InvalidArgumentError(f"page_size of {name!r} is {size}; it must be at least 1")
                 fixed[name] = size
+            elif size is None:
+                choices[name] = self._default_page_sizes(name)
+            elif isinstance(size, Sequence):
+                choices[name] = tuple(size)
             else:
-                choices[name] = self._default_page_sizes(name) if size is None else tuple(size)
+                raise InvalidArgumentError(
+                    f"page_size of {name!r} is {size!r}; give an integer, a list of them, or None"
+                )
         kinds = [
             replace(
                 kind,
