@@ -152,7 +152,7 @@ def check(engine: Engine) -> None:
     cache.validate()
     planner.validate()
     running = engine.scheduler.running
-    assert cache.tree.stats()["receipts"] == len(running)
+    assert cache.tree.stats()["receipts"] == sum(request.use is not None for request in running)
     live = {name: kind.live for name, kind in planner.stats().kinds.items()}
     own = engine._live_bytes(running)
     for name, ledger in cache.ledger().items():
