@@ -33,6 +33,7 @@ from unifiedpool.planner import Pin, Reservation
 GRANULE = 4096
 LAYOUT = {"state": 15 * GRANULE, "swa": 3 * GRANULE, "full": GRANULE}
 STEP_OPERATIONS = 16
+MOST_MIB = 4096  # the byte map beside the arena checks every byte of it
 Demand = dict[str | tuple[str, ...], int]
 PROMISE: Demand = {"state": 1, "full": 20}
 
@@ -299,10 +300,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the same seed makes the same calls")
     parser.add_argument("--arena-mib", type=float, default=6.1, help="size of the arena")
     arguments = parser.parse_args()
-    if arguments.seconds <= 0 or (arguments.operations is not None and arguments.operations <= 0):
+    if not arguments.seconds > 0 or (arguments.operations is not None and arguments.operations <= 0):
         parser.error("give --seconds and --operations above 0")
-    if arguments.arena_mib < 1:
-        parser.error(f"--arena-mib {arguments.arena_mib}: give at least 1, so that the ends have cells to collide with")
+    if not 1 <= arguments.arena_mib <= MOST_MIB:
+        parser.error(
+            f"--arena-mib {arguments.arena_mib}: give 1, so that the ends have cells to collide with, to {MOST_MIB}"
+        )
     stress = Stress(int(arguments.arena_mib * (1 << 20)), arguments.seed)
     print(f"seed {arguments.seed}, {stress.planner}", flush=True)
     start = shown = time.monotonic()

@@ -8,7 +8,8 @@ the last three with equal bytes. The tokens must agree; the unified pool must ho
     python examples/mixed_requests.py --model kimi_linear   # another tiny architecture
     python examples/mixed_requests.py --model ~/models/Qwen3-Next-80B-A3B --dtype bfloat16
 
-Exit status: 0, or 1 when a token differs from the reference where its two best logits are not a near-tie.
+Exit status: 0; 1 when a token differs from the reference where its two best logits are not a near-tie; 2 for what
+cannot run; 130 after ctrl-C.
 """
 
 from __future__ import annotations
@@ -420,6 +421,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UnifiedPoolError as error:
         console.print(f"[red]{type(error).__name__}[/red]: {error}")
         return 2
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
 
 
 def compare_pools(options: argparse.Namespace, console: Console, count: int) -> int:

@@ -67,6 +67,25 @@ def test_boundary_stress_short_runs_verify(arguments: tuple[str, ...]) -> None:
     assert call("boundary_stress", *arguments) == 0
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("--seconds", "0"), ("--seconds", "nan"), ("--operations", "-5"), ("--arena-mib", "nan"), ("--arena-mib", "9e9")],
+)
+def test_boundary_stress_impossible_arguments_refused(arguments: tuple[str, ...]) -> None:
+    assert call("boundary_stress", *arguments) == 2
+
+
+def test_mixed_requests_interrupted_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("mixed_requests"), "compare_pools", stop)
+    assert call("mixed_requests") == 130
+    assert "interrupted" in capsys.readouterr().out
+
+
 def test_mixed_requests_quick_serves_identical_tokens_and_more_at_once(tmp_path: Path) -> None:
     result = run("mixed_requests", "--quick", "--json", "out.json", "--plot", "out.png", cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
