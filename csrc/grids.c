@@ -813,7 +813,7 @@ int up_reserve(up_grids *g, const int64_t *counts) {
     int kind;
     int64_t need, have;
     for (int k = 0; k < g->num_kinds; k++)
-        if (counts[k] < 0 || counts[k] > INT32_MAX) return leave(g, fail(g, UP_BAD_ARGUMENT, k, k, counts[k]));
+        if (counts[k] < 0 || counts[k] > INT64_C(1) << 40) return leave(g, fail(g, UP_BAD_ARGUMENT, k, k, counts[k]));
     if (!fits(g, counts, 1, 1, &kind, &need, &have)) {
         g->refusals++;
         return leave(g, no_capacity(g, kind, need, have));
