@@ -157,8 +157,8 @@ class Caching:
             run.handles = handles[run.first :]
         sequence.length = hit
         checkpoints = self.tracker.prefill(hit, request.prefill_target, match.branch)
-        if self.state_kind is None and self.window_kind is not None:
-            # Window pages of every chunk's end would be held while the request runs: only where others will go on.
+        if self.window_kind is not None:
+            # Window pages at every chunk's end would be held while the request runs, and `extra` does not pay for them.
             checkpoints = [checkpoint for checkpoint in checkpoints if not checkpoint.optional]
         depths = {checkpoint.depth: checkpoint.role for checkpoint in checkpoints}
         request.use = PrefixUse(lock, hit, hit, set(handles), depths)
