@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .plan import StepPlan
     from .planner import Demand, Handles, Planner
     from .pool import Pool
+    from .prefix_cache import PrefixCache
 
 __all__ = [
     "Arena",
@@ -49,6 +50,7 @@ __all__ = [
     "PlanOrderError",
     "Planner",
     "Pool",
+    "PrefixCache",
     "ReservationError",
     "Segment",
     "StaticPool",
@@ -69,6 +71,7 @@ _HOMES = {
     "ModelSpec": "model_spec",
     "Planner": "planner",
     "Pool": "pool",
+    "PrefixCache": "prefix_cache",
     "Segment": "layout",
     "StaticPool": "engine",
     "StepPlan": "plan",
