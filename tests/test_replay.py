@@ -302,6 +302,30 @@ def test_request_that_just_fits_runs_and_one_more_page_is_refused(name: str) -> 
     assert report["refusals_against_formula"] == 0
 
 
+@pytest.mark.parametrize("name", ["two-ended", "blocks", "unified:value"])
+def test_request_that_just_fits_runs_even_where_its_hit_would_hold_one_state_more(name: str) -> None:
+    made = pool(name, 2)
+    order = made.planner.layout.names
+    pages = 1
+    while made.fits_alone([made.running_states if kind == "state" else pages + 1 for kind in order]):
+        pages += 1
+    prompt = pages * made.page_tokens - 99
+    keys = tuple(range(-(-prompt // 512)))
+    report = simulation(trace_of((0, 2048, 5, keys[:4]), (5, prompt, 100, keys)), name, 2).run()
+    assert report["requests"] == {"done": 2, "refused": 0, "too_large": []}
+    assert report["refusals_against_formula"] == 0
+
+
+def test_static_split_with_slots_for_less_than_one_request_refuses_all() -> None:
+    split = server(2, "qwen3-next-80b").static_split(0.2)
+    assert split.slots > server(2, "qwen3-next-80b").running_states
+    assert split.running == 0
+    report = simulation(
+        trace_of((0, 600, 20, (1, 2)), (1, 600, 20, (3, 4))), "static:0.2", 2, model="qwen3-next-80b"
+    ).run()
+    assert report["requests"] == {"done": 0, "refused": 2, "too_large": [0, 1]}
+
+
 def test_model_without_states_shares_pages() -> None:
     trace = generate_trace(60, seed=1)
     made = Server.make(load_model("deepseek-v3", tp=8), 60 * GIB, page_size=64)

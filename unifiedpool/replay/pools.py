@@ -79,7 +79,9 @@ class Pool:
         return Movement(stats.moved_bytes, stats.allocated_bytes, worst, stats.worst_call_bytes)
 
     def fits_alone(self, counts: Sequence[int]) -> bool:
-        """Say whether so many cells of each kind fit when nothing else is there."""
+        """Say whether a request with so many cells of each kind can run when nothing else is there."""
+        if self.max_running == 0:
+            return False  # a static split with a few slots, but fewer than it sets aside for one request
         if isinstance(self.planner, _Baseline):
             return self.planner.fits_alone(counts)
         return self.fits_formula([0] * len(counts), counts)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ..errors import InvalidArgumentError
 from ..planner import Handles
-from ..prefix_cache import Checkpoint, Lock
+from ..prefix_cache import Checkpoint, Lock, Match
 from ..sizing import Server
 from .costs import Costs, Hardware
 from .pools import Pool
@@ -179,7 +179,7 @@ class Simulation:
                 self._admit()
             if not self.running:
                 if self.queue:
-                    # Submit has checked that it fits alone, so nothing can be in the way but what nobody holds.
+                    # `_arrive` has asked `fits_alone`, so nothing can be in the way but what nobody holds.
                     raise AssertionError(f"request {self.queue[0].job.index} does not fit an empty replica")
                 if arrived == len(jobs):
                     return True
@@ -218,36 +218,22 @@ class Simulation:
                 self._demand.set(self._items[name], count)
 
     def _try_admit(self, request: _Request) -> bool:
-        job, page, cache, planner = request.job, self.page, self.cache, self.planner
+        job, page, cache = request.job, self.page, self.cache
         target = job.input_tokens + request.produced
         tokens = self.workload.tokens(job)
         wanted = tokens[:target] if request.produced else self.workload.prompt(job)
         clock = perf_counter_ns()
         match = cache.match_request(wanted)
         self.cache_ns += perf_counter_ns() - clock
-        hit = match.hit
+        lock = self._make_room(job, target, match)
+        if lock is None and match.hit and not self.running:
+            # The hit's own state stays locked. `fits_alone` counted without it, and without the hit there is room.
+            match = cache.match(wanted, limit=0)
+            lock = self._make_room(job, target, match)
+        if lock is None:
+            return False
+        hit, states = match.hit, self.pool.running_states
         pages = -(-target // page) - hit // page
-        # The last token never gets KV.
-        most = job.input_tokens + job.output_tokens - 1
-        headroom = -(-max(target, min(target + self.options.headroom_tokens, most)) // page)
-        states = self.pool.running_states
-        wanted_pages = headroom - hit // page
-        self._set_demand(states, wanted_pages, min(wanted_pages, self.window_pages))
-        clock = perf_counter_ns()
-        fits = planner.can_allocate(self._demand)
-        hopeless = not fits and planner.shortfall(self._demand) > cache.evictable_bytes()
-        self.allocator_ns += perf_counter_ns() - clock
-        if hopeless:
-            self._refuse()
-            return False
-        clock = perf_counter_ns()
-        lock = cache.lock(match)
-        if not fits and not cache.make_room(self._demand).fits:
-            self.cache_ns += perf_counter_ns() - clock
-            self._refuse()
-            cache.unlock(lock)
-            return False
-        self.cache_ns += perf_counter_ns() - clock
         self._set_demand(states, pages, 0)
         handles = self._allocate(states + pages)
         if self.has_states and self._items["state"] > self._items["full"]:
@@ -271,6 +257,31 @@ class Simulation:
         self.prefilling.append(request)
         self.most_running = max(self.most_running, len(self.running))
         return True
+
+    def _make_room(self, job: Job, target: int, match: Match) -> Lock | None:
+        """Lock what was found and make room for the rest up to the headroom; None and a refusal when there is none."""
+        cache, planner = self.cache, self.planner
+        # The last token never gets KV.
+        most = job.input_tokens + job.output_tokens - 1
+        headroom = -(-max(target, min(target + self.options.headroom_tokens, most)) // self.page)
+        pages = headroom - match.hit // self.page
+        self._set_demand(self.pool.running_states, pages, min(pages, self.window_pages))
+        clock = perf_counter_ns()
+        fits = planner.can_allocate(self._demand)
+        hopeless = not fits and planner.shortfall(self._demand) > cache.evictable_bytes()
+        self.allocator_ns += perf_counter_ns() - clock
+        if hopeless:
+            self._refuse()
+            return None
+        clock = perf_counter_ns()
+        lock = cache.lock(match)
+        if not fits and not cache.make_room(self._demand).fits:
+            self.cache_ns += perf_counter_ns() - clock
+            self._refuse()
+            cache.unlock(lock)
+            return None
+        self.cache_ns += perf_counter_ns() - clock
+        return lock
 
     def _allocate(self, count: int) -> array[int]:
         clock = perf_counter_ns()
