@@ -427,6 +427,25 @@ def test_failed_policy_is_reported_and_others_run() -> None:
         assert len(lcm["runs"]) == 1
 
 
+def test_error_inside_a_run_is_one_line_with_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(generate_trace(5), path)
+    costs = Costs(1e9, 1e3, 1e9, "broken")
+    object.__setattr__(costs, "weight_bytes", [])
+    monkeypatch.setattr("unifiedpool.cli.default_costs", lambda server: costs)
+    command = ("replay", str(path), "--model", "kimi-linear-48b", "--page", "16", "--cache", "6GiB")
+    for jobs in ("1", "2"):
+        text = run(*command, "--policies", "static:0.5,unified", "--jobs", jobs, code=1)
+        lines = [line for line in text.splitlines() if "warning" in line]
+        assert [line.split(": please report this: TypeError: ")[0] for line in lines] == [
+            "warning: static:0.5",
+            "warning: unified:value",
+        ]
+        assert "Traceback" not in text + capfd.readouterr().err
+
+
 def test_interrupt_gives_what_there_is() -> None:
     def interrupt(task: object, done: int) -> None:
         if done > 5:

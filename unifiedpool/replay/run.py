@@ -92,15 +92,24 @@ def _deaf() -> Iterator[None]:
 def _work(connection: Connection, setting: _Setting, task: Task, stop: Any) -> None:
     """Run one task in a process of its own, which ctrl-C does not reach: the parent tells it to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        simulation = _simulation(setting, task)
-        result = simulation.run(lambda done: connection.send(("progress", done)), stop.is_set)
-        connection.send(("result", result))
-    except UnifiedPoolError as error:
-        connection.send(("error", str(error)))
-    except BrokenPipeError:
-        return  # the parent is gone, and nobody wants to know
+    # A broken pipe: the parent is gone, and nobody wants to know.
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            simulation = _simulation(setting, task)
+            result = simulation.run(lambda done: connection.send(("progress", done)), stop.is_set)
+            connection.send(("result", result))
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            connection.send(("error", _why(error)))
     connection.close()
+
+
+def _why(error: Exception) -> str:
+    """Say in one line why a task failed."""
+    if isinstance(error, UnifiedPoolError):
+        return str(error)
+    return " ".join(f"please report this: {type(error).__name__}: {error}".split())
 
 
 def run_replay(
@@ -176,7 +185,9 @@ def run_replay(
         "options": asdict(options),
         "runs": runs,
         "failed": [
-            {"policy": task.policy, "cache_bytes": task.cache_bytes, "why": why} for task, why in failed.items()
+            {"policy": task.policy, "cache_bytes": task.cache_bytes, "why": failed[task]}
+            for task in tasks
+            if task in failed
         ],
         "digest": digest(runs),
     }
@@ -194,8 +205,8 @@ def _run_here(
         try:
             simulation = _simulation(setting, task)
             results[task] = simulation.run(lambda done, task=task: progress(task, done))  # type: ignore[misc]
-        except UnifiedPoolError as error:
-            failed[task] = str(error)
+        except Exception as error:
+            failed[task] = _why(error)
             continue
         if not results[task]["complete"]:
             return True
