@@ -53,7 +53,7 @@ asan: $(NATIVE)
 	cp -R csrc kernels unifiedpool tests examples benchmarks pyproject.toml setup.py README.md LICENSE $(ASAN_TREE)
 	rm -f $(ASAN_TREE)/unifiedpool/*.so
 	cd $(ASAN_TREE) && UNIFIEDPOOL_SANITIZE=$(SANITIZE) $(abspath $(BIN)/python) setup.py -q build_ext --inplace
-	cd $(ASAN_TREE) && LD_PRELOAD=$$($(CC) -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	cd $(ASAN_TREE) && LD_PRELOAD="$(foreach name,libasan.so libstdc++.so.6,$(shell $(CC) -print-file-name=$(name)))" ASAN_OPTIONS=detect_leaks=0 \
 		UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc UNIFIEDPOOL_SANITIZED=1 \
 		$(abspath $(BIN)/python) -m pytest -p no:cacheprovider -m native $(PYTEST_ARGS) $(ASAN_TESTS)
 
