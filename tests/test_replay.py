@@ -28,6 +28,7 @@ from unifiedpool.replay import (
     policy_names,
     run_replay,
 )
+from unifiedpool.replay.plots import plot_report
 from unifiedpool.replay.pools import Pool, make_pool
 from unifiedpool.sizing import Server, load_model
 from unifiedpool.traces import Trace, TraceRequest, generate_trace, read_trace, write_trace
@@ -477,6 +478,53 @@ def test_unfit_models_and_bad_options_are_refused() -> None:
         Options(max_running=0)
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_hardware_and_costs_out_of_range_are_refused(value: float) -> None:
+    for name in ("flops", "bandwidth"):
+        with pytest.raises(InvalidArgumentError, match=f"{name} is {value}; it must be"):
+            Hardware(**{name: value})
+    if value != 0:
+        with pytest.raises(InvalidArgumentError, match="overhead_s is"):
+            Hardware(overhead_s=value)
+        with pytest.raises(InvalidArgumentError, match="weight_bytes is"):
+            Costs(1e9, 1e3, value, "given")
+
+
+def test_trace_without_requests_is_refused() -> None:
+    made = server()
+    with pytest.raises(InvalidArgumentError, match="has no request"):
+        run_replay(Trace("none", "azure", ()), made, default_costs(made), DEFAULT_HARDWARE, Options())
+
+
+def test_run_without_a_finished_request_is_reported_and_drawn(tmp_path: Path) -> None:
+    made = server()
+    huge = Trace("huge", "azure", (TraceRequest(0.0, 10_000_000, 5, line=1),))
+    report = run_replay(huge, made, default_costs(made), DEFAULT_HARDWARE, Options(), policies=("static:0.5",))
+    run_ = report["runs"][0]
+    assert (run_["seconds"], run_["requests"]["done"], run_["throughput"]["requests_per_s"]) == (0, 0, 0)
+    assert run_["memory"]["free"] == 1
+    assert len(plot_report(report, tmp_path)) == 3
+
+
+def test_run_that_is_interrupted_at_once_is_reported_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Simulation, "_arrive", interrupt)
+    report = replay_report(policies=("unified",))
+    assert report["runs"][0]["throughput"]["busy_share"] == 0
+    assert [file.name for file in plot_report(report, tmp_path)] == ["hit_rate.svg"]
+
+
+def test_memory_size_without_a_run_is_not_drawn(tmp_path: Path) -> None:
+    small = server(0.5)
+    costs, names = default_costs(small), ("lcm",)
+    trace = generate_trace(3)
+    report = run_replay(trace, small, costs, DEFAULT_HARDWARE, Options(), policies=names, budgets=(12 * GIB,))
+    assert (len(report["failed"]), len(report["runs"])) == (1, 1)
+    assert [file.name for file in plot_report(report, tmp_path)] == ["hit_rate.svg"]
+
+
 # -- the command ----------------------------------------------------------------------------------------------------
 
 LINEAR = ("--model", "kimi-linear-48b", "--page", "16", "--jobs", "1")
@@ -511,6 +559,15 @@ def test_command_refuses_leaves_out_and_says_so(tmp_path: Path) -> None:
     assert "line 3" in run(*command, "--strict", code=1)
     path.write_text(path.read_text(encoding="utf-8").replace("{\n", ""), encoding="utf-8")
     assert read_trace(path).problems == ()
+
+
+def test_command_compares_with_no_static_run_that_finished_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(trace_of((0, 600, 20, (1, 2)), (1, 600, 20, (3, 4))), path, format="mooncake")
+    command = ("replay", str(path), "--model", "qwen3-next-80b", "--page", "16", "--cache", "2GiB", "--jobs", "1")
+    text = " ".join(run(*command, "--policies", "static,unified", "--ratios", "0.1,0.2", code=3).split())
+    assert "finished no request: nothing to compare with" in text
+    assert "x1.000" not in text
 
 
 def test_command_lowers_costs_and_takes_heads(tmp_path: Path) -> None:

@@ -631,12 +631,14 @@ def _print_replay(report: dict[str, Any], server: Server, costs: Costs) -> None:
         _say(f"static ratios and their requests a second: {tried}; best {best['policy'][7:]}")
     for run in shown:
         # What was interrupted has seen other parts of the trace.
-        if best is not None and run is not best and report["complete"]:
+        if best is not None and best["requests"]["done"] and run is not best and report["complete"]:
             found = compare(run, best)
             _say(
                 f"{run['policy']} against {best['policy']}: throughput x{found['throughput']:.3f}, TTFT p95 "
                 f"x{found['ttft_p95']:.3f}, hit rate {found['hit_rate']:+.2%}, running x{found['concurrency']:.2f}"
             )
+    if best is not None and not best["requests"]["done"]:
+        _say(f"{best['policy']} finished no request: nothing to compare with")
     wrong = sum(run["refusals_against_formula"] for run in runs)
     if wrong:
         err.print(f"[red]{wrong} refusals that the capacity formula denies: please report this[/]")

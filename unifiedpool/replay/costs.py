@@ -10,8 +10,10 @@ models and for mixtures of experts at large batches. Communication, load imbalan
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from ..errors import InvalidArgumentError
 from ..sizing import Server
 
 __all__ = ["DEFAULT_HARDWARE", "Costs", "Hardware", "default_costs"]
@@ -28,6 +30,14 @@ class Hardware:
     bandwidth: float = 0.7 * 4.8e12
     overhead_s: float = 0.002
 
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("flops", "bandwidth"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be a finite number above 0")
+        if not (math.isfinite(self.overhead_s) and self.overhead_s >= 0):
+            raise InvalidArgumentError(f"overhead_s is {self.overhead_s}; it must be a finite number, 0 or above")
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:
@@ -37,6 +47,12 @@ class Costs:
     flops_per_token_context: float
     weight_bytes: float
     source: str
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("flops_per_token", "flops_per_token_context", "weight_bytes"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)}; it must be a finite number, 0 or above")
 
 
 DEFAULT_HARDWARE = Hardware()

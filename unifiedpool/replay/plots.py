@@ -24,6 +24,8 @@ _PARTS = (
 def plot_report(report: dict[str, Any], folder: str | Path) -> list[Path]:
     """Draw memory over time by kind, concurrency over time, and hit rate against memory.
 
+    Without a run of the server's own memory size there is nothing over time to draw.
+
     Args:
         report: of `run_replay`.
         folder: where the SVG files go; made when missing.
@@ -40,8 +42,9 @@ def plot_report(report: dict[str, Any], folder: str | Path) -> list[Path]:
         raise InvalidArgumentError("plots need matplotlib: pip install 'unifiedpool[plots]'") from None
     folder = Path(folder)
     size = report["server"]["cache_bytes"]
-    runs = [run for run in report["runs"] if run["cache_bytes"] == size]
-    figures = [("memory", _memory(Figure, runs, size)), ("concurrency", _concurrency(Figure, runs))]
+    # A run that was interrupted at once has no series.
+    runs = [run for run in report["runs"] if run["cache_bytes"] == size and run["series"]]
+    figures = [("memory", _memory(Figure, runs, size)), ("concurrency", _concurrency(Figure, runs))] if runs else []
     figures.append(("hit_rate", _hit_rate(Figure, report["runs"])))
     written = []
     try:

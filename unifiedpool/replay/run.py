@@ -138,10 +138,12 @@ def run_replay(
         JSON-ready data with a schema version. `complete` is false after ctrl-C: then it holds what there was.
 
     Raises:
-        InvalidArgumentError: no policy, an unknown one, a ratio, or a model that the replay cannot hold.
+        InvalidArgumentError: no policy, no request, an unknown policy, a ratio, or a model that the replay cannot hold.
     """
     if not policies:
         raise InvalidArgumentError("no policy to replay")
+    if not trace.requests:
+        raise InvalidArgumentError(f"trace {trace.name!r} has no request to replay")
     sizes = list(dict.fromkeys((server.cache_bytes, *budgets)))
     tasks = [Task(name, size) for size in sizes for name in _expand(policies, ratios, server)]
     setting = _Setting(Workload(trace), server, costs, hardware, options)
