@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from unifiedpool.cli import app
 from unifiedpool.model_spec import PRESETS
+from unifiedpool.traces import generate_trace, write_trace
 
 K3 = ("kimi-k3", "--tp", "8", "--state-dtype", "bfloat16", "--page", "16")
 
@@ -71,6 +72,43 @@ def test_plan_runs_every_preset(model: str) -> None:
 )
 def test_bad_use_is_refused_with_code(arguments: tuple[str, ...], code: int, message: str) -> None:
     assert message in " ".join(run(*arguments, code=code).split())
+
+
+@pytest.mark.parametrize("option", ["--json", "--plots"])
+def test_replay_refuses_a_path_it_cannot_write_before_the_run(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: object, **options: object) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr("unifiedpool.cli.run_replay", never)
+    trace, file = tmp_path / "t.jsonl", tmp_path / "file"
+    write_trace(generate_trace(2), trace)
+    file.write_text("kept", encoding="utf-8")
+    bad = [file / "below", Path("/dev/null/below")] + (
+        [tmp_path, tmp_path / "no" / "r.json"] if option == "--json" else [file]
+    )
+    for path in bad:
+        text = run("replay", str(trace), "--model", "qwen3-next-80b", "--cache", "2GiB", option, str(path), code=1)
+        assert "error: cannot write" in text
+        assert path.name in text
+    assert file.read_text(encoding="utf-8") == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "t.jsonl"]
+
+
+def test_replay_leaves_no_report_of_a_run_that_was_refused(tmp_path: Path) -> None:
+    trace, report = tmp_path / "t.jsonl", tmp_path / "r.json"
+    write_trace(generate_trace(2), trace)
+    command = ("replay", str(trace), "--model", "qwen3-next-80b", "--cache", "2GiB", "--policies", "best")
+    run(*command, "--json", str(report), code=1)
+    assert not report.exists()
+    report.write_text("kept", encoding="utf-8")
+    run(*command, "--json", str(report), code=1)
+    assert report.read_text(encoding="utf-8") == "kept"
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "not yet.json")
+    run(*command, "--json", str(link), code=1)
+    assert link.is_symlink()
 
 
 def test_config_without_a_field_names_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from .replay import (
     default_costs,
     run_replay,
 )
-from .replay.plots import plot_report
+from .replay.plots import check_plots, plot_report
 from .sizing import DEFAULT_LENGTHS, Server, StaticSplit, load_model, plot_concurrency
 from .traces import FORMATS, Trace, generate_trace, read_trace, write_trace
 
@@ -132,6 +132,21 @@ def _write_json(report: dict[str, Any], path: str) -> None:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         _refuse(InvalidArgumentError(f"cannot write {path!r}: {error.strerror}"))
+
+
+def _check_json(path: str) -> None:
+    """Refuse, before a long run, a path that `_write_json` could not write; leave what is there as it is."""
+    target = Path(path)
+    try:
+        missing = not target.exists()
+        if path == "-" or not (missing or target.is_file() or target.is_dir()):
+            return  # a pipe or a device: opening it twice is not the same as once
+        with target.open("a"):
+            pass
+        if missing:
+            Path(os.path.realpath(path)).unlink()  # a link to what is not there yet stays
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write {path!r}: {error.strerror}") from None
 
 
 # -- options shared by plan and replay ------------------------------------------------------------------------------
@@ -525,6 +540,13 @@ def replay(
     """
     chosen, tried = _policies(policies), _numbers(ratios, "ratios")
     sizes = [parse_size(part) for part in budgets.split(",") if part.strip()]
+    try:
+        if json_path is not None:
+            _check_json(json_path)
+        if plots is not None:
+            check_plots(plots)
+    except UnifiedPoolError as error:
+        _refuse(error)
     trace = _open_trace(path, format, strict)
     spec_options = {"tp": tp, "kv_dtype": kv_dtype, "state_dtype": state_dtype, "conv_dtype": conv_dtype}
     options = {"page_size": page, "strategy": strategy, "overlap": overlap}

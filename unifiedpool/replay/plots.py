@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidArgumentError
 
-__all__ = ["plot_report"]
+__all__ = ["check_plots", "plot_report"]
 
 _PARTS = (
     ("running_kv", "KV of running requests", "#1f77b4"),
@@ -19,6 +21,22 @@ _PARTS = (
     ("page_tails", "tails of pages", "#7f7f7f"),
     ("padding", "padding", "#c7c7c7"),
 )
+
+
+def check_plots(folder: str | Path) -> None:
+    """Check, before a long run, that `plot_report` can write; makes the folder.
+
+    Raises:
+        InvalidArgumentError: matplotlib is missing, or the folder cannot be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidArgumentError("plots need matplotlib: pip install 'unifiedpool[plots]'")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write plots to {str(folder)!r}: {error.strerror}") from None
 
 
 def plot_report(report: dict[str, Any], folder: str | Path) -> list[Path]:
