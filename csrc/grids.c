@@ -415,6 +415,18 @@ static void use_promise(up_grids *g, const int64_t *demand) {
     }
 }
 
+/* Let the demand in: after this, placing it cannot fail. Refuses with the numbers, and then only counts the refusal. */
+static inline int admit(up_grids *g, const int64_t *demand, uint32_t flags) {
+    int moves, code = check_capacity(g, demand, flags, &moves);
+    if (code != UP_OK) {
+        g->refusals++;
+        return code;
+    }
+    code = log_reserve(g, operation_bound(g, demand, moves));
+    if (code == UP_OK && flags & UP_FROM_RESERVATION) use_promise(g, demand);
+    return code;
+}
+
 /* ---------------------------------------------------------------- evacuation */
 
 /* The window of kind `k` with the fewest live bytes that may be opened, ties to the kind's own end; -1 when none may.
@@ -566,17 +578,11 @@ static inline void new_handles(up_grids *g, int32_t *out, int32_t count, uint32_
 static inline int allocate(up_grids *g, const up_item *items, int32_t num_items, uint32_t flags, int32_t *handles,
                            int64_t handles_capacity) {
     int64_t demand[UP_MAX_KINDS], total, before = g->moved_bytes;
-    int moves, code = sum_demand(g, items, num_items, flags, demand, &total);
+    int code = sum_demand(g, items, num_items, flags, demand, &total);
     if (code != UP_OK) return code;
     if (total > handles_capacity) return fail(g, UP_BAD_ARGUMENT, -1, -1, total);
-    code = check_capacity(g, demand, flags, &moves);
-    if (code != UP_OK) {
-        g->refusals++;
-        return code;
-    }
-    code = log_reserve(g, operation_bound(g, demand, moves));
+    code = admit(g, demand, flags);
     if (code != UP_OK) return code;
-    if (flags & UP_FROM_RESERVATION) use_promise(g, demand);
     /* A live handle owns at least one smallest cell, so handles cannot run out before bytes do. */
     assert(g->num_free + (g->max_handles - g->fresh) >= total);
     g->num_live_handles += total;
@@ -684,20 +690,14 @@ static int check_kind(up_grids *g, int32_t kind) {
 static int attach(up_grids *g, const int32_t *handles, int64_t count, int32_t kind, uint32_t flags) {
     int64_t demand[UP_MAX_KINDS] = {0}, before = g->moved_bytes;
     uint32_t kinds;
-    int alike, moves, code = check_kind(g, kind);
+    int alike, code = check_kind(g, kind);
     if (code == UP_OK && flags & ~UP_ALL_FLAGS) code = fail(g, UP_BAD_ARGUMENT, kind, -1, flags);
     if (code == UP_OK) code = mark_batch(g, handles, count, kind, 0, 0, &kinds, &alike);
     if (code != UP_OK) return code;
     unmark_batch(g, handles, count);
     demand[kind] = count;
-    code = check_capacity(g, demand, flags, &moves);
-    if (code != UP_OK) {
-        g->refusals++;
-        return code;
-    }
-    code = log_reserve(g, operation_bound(g, demand, moves));
+    code = admit(g, demand, flags);
     if (code != UP_OK) return code;
-    if (flags & UP_FROM_RESERVATION) use_promise(g, demand);
     for (int64_t i = 0; i < count; i++) {
         g->handle[handles[i]] |= 1u << kind;
         handle_changed(g, handles[i]);

@@ -801,8 +801,6 @@ def test_bad_tracking_is_refused(arguments: dict[str, object]) -> None:
         Tracker(**arguments)  # type: ignore[arg-type]
 
 
-
-
 def test_decode_depths_of_the_short_prompt() -> None:
     tracker = Tracker("extra_buffer")
     assert tracker.decode_depths(1000, 1536) == [1024, 1280, 1536]

@@ -294,7 +294,6 @@ class PrefixCache:
         namespace: Hashable = None,
         lock: Lock | None = None,
         role: str = "tail",
-        chunk_end: bool = False,
     ) -> Inserted:
         """Give the cache the pages of some tokens, and the state at their end.
 
@@ -306,7 +305,6 @@ class PrefixCache:
             namespace: as in `match`; that of the lock's match by default.
             lock: the request's lock; it moves to the end of these tokens.
             role: why the state was saved: "tail", "branch", "final" (decoding) or "chunk".
-            chunk_end: the same as the role "chunk".
 
         Returns:
             What became of them. The caller frees `to_free()`; everything else is the cache's.
@@ -331,9 +329,7 @@ class PrefixCache:
             namespace = lock.match.namespace if namespace is None else namespace
         self.clock += lock is None
         tree = self.tree
-        out, duplicates = tree.insert(
-            tokens, handles, state or 0, namespace, receipt, self.clock, _ROLES["chunk" if chunk_end else role]
-        )
+        out, duplicates = tree.insert(tokens, handles, state or 0, namespace, receipt, self.clock, _ROLES[role])
         # The removed tail's id may be a new node's already, so it goes first.
         if out.removed:
             self._order.remove(out.removed)
@@ -770,4 +766,3 @@ class PrefixCache:
             f"PrefixCache({self.policy.name}: {stats['pages']} pages, {stats['states']} states, "
             f"{stats['receipts']} locks)"
         )
-

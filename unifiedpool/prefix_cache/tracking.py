@@ -21,7 +21,6 @@ __all__ = [
     "StateSlot",
     "TrackSlots",
     "Tracker",
-    "WindowCursor",
     "checkpoint_grid",
     "moved_fields",
     "slot_fields",
@@ -245,37 +244,6 @@ class TrackSlots:
         self.slots[self._turn].written = True
         self._depths[self._turn] = depth
         self._turn = (self._turn + 1) % len(self.slots)
-
-
-class WindowCursor:
-    """How far the window of a running request has slid: pages that no later token reads.
-
-    >>> cursor = WindowCursor(window=4, page_size=2)
-    >>> [list(cursor.advance(length)) for length in (4, 6, 7, 8)]
-    [[], [0], [], [1]]
-    """
-
-    __slots__ = ("first_page", "page_size", "window")
-
-    def __init__(self, window: int, page_size: int, first_page: int = 0) -> None:
-        """Start at a page (where the hit's window begins).
-
-        Raises:
-            InvalidArgumentError: a size below 1.
-        """
-        if window < 1 or page_size < 1 or first_page < 0:
-            raise InvalidArgumentError(f"WindowCursor({window}, {page_size}, {first_page}): sizes are at least 1")
-        self.window, self.page_size, self.first_page = window, page_size, first_page
-
-    def advance(self, length: int) -> range:
-        """Return the pages that fall out now that `length` tokens are computed; each is returned once.
-
-        A later hit at `length` reads the last `window` tokens, so pages are released only below those.
-        """
-        first = max(self.first_page, max(0, length - self.window) // self.page_size)
-        gone = range(self.first_page, first)
-        self.first_page = first
-        return gone
 
 
 def slot_fields(layout: Layout, state_kind: str = "state") -> tuple[Segment, ...]:

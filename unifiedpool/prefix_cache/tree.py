@@ -263,9 +263,7 @@ class PrefixTree:
 
     # -- match, lock, insert -------------------------------------------------------------------------------------
 
-    def match(
-        self, tokens: TokensLike, limit: int | None = None, namespace: Hashable = None, now: int = 0
-    ) -> Match:
+    def match(self, tokens: TokensLike, limit: int | None = None, namespace: Hashable = None, now: int = 0) -> Match:
         """Find the longest usable prefix. Read-only. O(tokens of the hit).
 
         Args:
