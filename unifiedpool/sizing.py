@@ -542,12 +542,13 @@ def plot_concurrency(server: Server, lengths: Sequence[int], split: StaticSplit,
     rows = server.rows(lengths, split=split)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    given = f"static, ratio {split.ratio:.3g}" if server.slot_bytes else "static"
+    given = f"static, ratio {split.ratio:.2g}" if server.slot_bytes else "static"
     for label, style, counts in (
         (given, "--", [row.static for row in rows]),
         ("static, best ratio for each length", ":", [row.best_static for row in rows]),
-        ("equal blocks", "-.", [row.blocks for row in rows]),
+        ("equal blocks, two states a request", "-.", [row.blocks for row in rows]),
         ("unified", "-", [row.unified for row in rows]),
+        ("unified, two states a request", "-", [row.unified_two_states for row in rows]),
     ):
         # A logarithmic axis has no place for none.
         axes.plot(lengths, [count or math.nan for count in counts], style, marker=".", label=label)
