@@ -721,7 +721,7 @@ class Planner:
         It is live: later calls show in it, up to a resize, after which a new one must be asked for.
         """
         grids = self._grids
-        size = 4 * (self.stats().max_handles + 1)  # before the pointer: tables only grow, also in another thread
+        size = 4 * (self._counters().max_handles + 1)  # before the pointer: tables only grow, also in another thread
         # The view keeps the C object alive through its destructor's closure.
         pointer = ffi.gc(lib.up_cells(grids, self._kind_id(kind)), lambda _: grids)
         return memoryview(ffi.buffer(pointer, size)).cast("B").cast("i").toreadonly()
@@ -774,7 +774,7 @@ class Planner:
     def live_cells(self, kind: str | int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return the live cells of a kind in increasing order, and their handles, as `[n]` int32 arrays."""
         kind_id = self._kind_id(kind)
-        capacity = self.stats().kinds[self.layout.names[kind_id]].live
+        capacity = int(self._counters().kinds[kind_id].live)
         cells, handles = np.empty(capacity, np.int32), np.empty(capacity, np.int32)
         count = ffi.new("int64_t *")
         pointers = (ffi.from_buffer("int32_t[]", cells), ffi.from_buffer("int32_t[]", handles))
@@ -785,12 +785,17 @@ class Planner:
             raise ConcurrentCallError("live_cells: another thread changed this planner meanwhile; give each its own")
         return cells, handles
 
-    def stats(self) -> PlannerStats:
-        """Return the counters. O(kinds^2)."""
+    def _counters(self) -> Any:
+        """The counters as the core gives them: an `up_stats *`, for callers that want one of them."""
         native = ffi.new("up_stats *")
         code = lib.up_get_stats(self._grids, native)
         if code:
             self._raise(code, "stats")
+        return native
+
+    def stats(self) -> PlannerStats:
+        """Return the counters. O(kinds^2)."""
+        native = self._counters()
         kinds = {
             name: KindStats(*(int(getattr(native.kinds[k], field)) for field in KindStats.__dataclass_fields__))
             for k, name in enumerate(self.layout.names)
