@@ -108,11 +108,6 @@ class Match:
         return REASONS[self._native.reason]
 
     @property
-    def reason_code(self) -> int:
-        """The same as `UP_HIT_*` of csrc/prefix_tree.h."""
-        return int(self._native.reason)
-
-    @property
     def node(self) -> int:
         """Id of the node where the hit ends; 0 when the namespace is unknown."""
         return int(self._native.node)
